@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// The only file that sees Python: checks arguments, allocates the output, plans, launches.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "astrai/host/torch_exchange.h"
+#include "gemv/gemv.h"
+#include "gemv/gemv_traits.h"
+#include "norm/add_rms_norm.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using astrai::concat;
+using astrai::DType;
+using astrai::TensorView;
+using astrai::TorchExchange;
+using astrai::ValueError;
+namespace gemv = astrai::gemv;
+
+constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max() - 64;
+constexpr int64_t kMaxK = std::numeric_limits<int32_t>::max() / 4;
+
+using Bf16 = __nv_bfloat16;
+
+// x as M tokens: [K] or [M, K].
+struct Tokens {
+  explicit Tokens(const TensorView& x) {
+    x.expect_dtype(DType::kBFloat16).expect_rank(1, 2, "[K] or [M, K]");
+    if (x.rank() == 2) x.expect_size_in(0, 1, gemv::kMaxTokens, "M");
+    x.expect_size_in(-1, 1, kMaxK, "K").expect_contiguous();
+    m = x.rank() == 2 ? static_cast<int>(x.size(0)) : 1;
+    k = static_cast<int>(x.size(-1));
+  }
+  int m, k;
+};
+
+void check_weight(const TensorView& weight, int k) {
+  weight.expect_dtype(DType::kBFloat16)
+      .expect_rank(2, 2, "[N, K]")
+      .expect_size_in(0, 1, kMaxRows, "N")
+      .expect_size(1, k, "K of x")
+      .expect_rows_contiguous();
+}
+
+// The caller's `out`, or a fresh one once every check has passed.
+class Output {
+ public:
+  Output(py::handle out, const TensorView& x, int64_t n) : out_(out), x_(x), n_(n) {
+    if (out.is_none()) return;
+    view_.emplace(TorchExchange::get().view("out", out));
+    view_->expect_dtype(DType::kBFloat16).expect_rank(x.rank(), x.rank(), "of x with N for K");
+    if (x.rank() == 2) view_->expect_size(0, x.size(0), "M of x");
+    view_->expect_size(-1, n, "N").expect_contiguous();
+  }
+
+  void expect_device_and_disjoint(std::initializer_list<const TensorView*> inputs) const {
+    if (!view_) return;
+    view_->expect_cuda().expect_same_device(x_);
+    for (const TensorView* input : inputs)
+      if (input != nullptr) view_->expect_disjoint(*input);
+  }
+
+  Bf16* allocate() {
+    const TorchExchange& torch = TorchExchange::get();
+    if (view_) {
+      made_ = py::reinterpret_borrow<py::object>(out_);
+    } else {
+      made_ = x_.rank() == 1 ? torch.empty({n_}, DType::kBFloat16, x_.device())
+                             : torch.empty({x_.size(0), n_}, DType::kBFloat16, x_.device());
+      view_.emplace(torch.view("out", made_));
+    }
+    return view_->data<Bf16>();
+  }
+
+  py::object take() { return std::move(made_); }
+
+ private:
+  py::handle out_;
+  const TensorView& x_;
+  int64_t n_;
+  std::optional<TensorView> view_;
+  py::object made_;
+};
+
+const TensorView* address(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
+
+py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::handle out_,
+                     bool static_weights) {
+  const TorchExchange& torch = TorchExchange::get();
+  const TensorView x = torch.view("x", x_);
+  const TensorView weight = torch.view("weight", weight_);
+  const Tokens tokens(x);
+  check_weight(weight, tokens.k);
+  const int64_t n = weight.size(0);
+  std::optional<TensorView> bias;
+  if (!bias_.is_none()) {
+    bias.emplace(torch.view("bias", bias_));
+    bias->expect_dtype(DType::kBFloat16)
+        .expect_rank(1, 1, "[N]")
+        .expect_size(0, n, "N of weight")
+        .expect_contiguous();
+  }
+  Output out(out_, x, n);
+  x.expect_cuda();
+  weight.expect_cuda().expect_same_device(x);
+  if (bias) bias->expect_cuda().expect_same_device(x);
+  out.expect_device_and_disjoint({&x, &weight, address(bias)});
+  torch.refuse_grad("bf16_gemv", {{"x", x_}, {"weight", weight_}, {"bias", bias_}});
+
+  const int device = x.device_index();
+  gemv::GemvParams params{};
+  params.x = x.data<Bf16>();
+  params.weight = weight.data<Bf16>();
+  params.bias = bias ? bias->data<Bf16>() : nullptr;
+  params.row_stride = weight.stride(0);
+  params.m = tokens.m;
+  params.n = static_cast<int>(n);
+  params.k = tokens.k;
+  params.static_weights = static_weights;
+  const gemv::GemvPlan plan =
+      gemv::plan_gemv({tokens.m, params.n, tokens.k, params.row_stride, weight.address(), x.address(),
+                       /*swiglu=*/false},
+                      gemv::device_info(device));
+  params.out = out.allocate();
+  astrai::DeviceGuard guard(device);
+  gemv::launch_gemv(params, plan, device, torch.current_stream(x.device()));
+  return out.take();
+}
+
+void check_aligned(const TensorView& tensor) {
+  if (tensor.address() % 16 != 0 || (tensor.rank() == 2 && tensor.stride(0) % 8 != 0 && tensor.size(0) > 1))
+    throw ValueError(concat(tensor.name(), ": expected rows that start on 16 bytes, got an offset of ",
+                            tensor.address() % 16, " bytes and a row stride of ",
+                            tensor.rank() == 2 ? tensor.stride(0) : 0, " elements"));
+}
+
+py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::handle out_,
+                       bool static_weights) {
+  const TorchExchange& torch = TorchExchange::get();
+  const TensorView x = torch.view("x", x_);
+  const TensorView up = torch.view("up_weight", up_);
+  const TensorView gate = torch.view("gate_weight", gate_);
+  const Tokens tokens(x);
+  if (tokens.k % 8 != 0)
+    throw ValueError(concat("x: expected K divisible by 8, got ", tokens.k));
+  check_weight(up, tokens.k);
+  check_weight(gate, tokens.k);
+  const int64_t n = up.size(0);
+  gate.expect_size(0, n, "N of up_weight");
+  Output out(out_, x, n);
+  x.expect_cuda();
+  up.expect_cuda().expect_same_device(x);
+  gate.expect_cuda().expect_same_device(x);
+  out.expect_device_and_disjoint({&x, &up, &gate});
+  check_aligned(x);
+  check_aligned(up);
+  check_aligned(gate);
+  torch.refuse_grad("bf16_swiglu", {{"x", x_}, {"up_weight", up_}, {"gate_weight", gate_}});
+
+  const int device = x.device_index();
+  gemv::GemvParams params{};
+  params.x = x.data<Bf16>();
+  params.weight = up.data<Bf16>();
+  params.gate = gate.data<Bf16>();
+  params.row_stride = up.stride(0);
+  params.gate_stride = gate.stride(0);
+  params.m = tokens.m;
+  params.n = static_cast<int>(n);
+  params.k = tokens.k;
+  params.static_weights = static_weights;
+  const gemv::GemvPlan plan =
+      gemv::plan_gemv({tokens.m, params.n, tokens.k, params.row_stride, 0, 0, /*swiglu=*/true},
+                      gemv::device_info(device));
+  params.out = out.allocate();
+  astrai::DeviceGuard guard(device);
+  gemv::launch_swiglu(params, plan, device, torch.current_stream(x.device()));
+  return out.take();
+}
+
+py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, double eps,
+                       bool static_weights) {
+  const TorchExchange& torch = TorchExchange::get();
+  const TensorView x = torch.view("x", x_);
+  const TensorView residual = torch.view("residual", residual_);
+  const TensorView weight = torch.view("weight", weight_);
+  const Tokens tokens(x);
+  residual.expect_dtype(DType::kBFloat16).expect_rank(x.rank(), x.rank(), "of x");
+  for (int i = 0; i < x.rank(); ++i) residual.expect_size(i, x.size(i), "that of x");
+  residual.expect_contiguous();
+  weight.expect_dtype(DType::kBFloat16)
+      .expect_rank(1, 1, "[K]")
+      .expect_size(0, tokens.k, "K of x")
+      .expect_contiguous();
+  if (!(eps >= 0.0) || std::isinf(eps))
+    throw ValueError(concat("eps: expected a finite number of at least 0, got ", eps));
+  x.expect_cuda();
+  residual.expect_cuda().expect_same_device(x);
+  weight.expect_cuda().expect_same_device(x);
+  torch.refuse_grad("add_rms_norm", {{"x", x_}, {"residual", residual_}, {"weight", weight_}});
+
+  const int device = x.device_index();
+  gemv::AddRmsNormParams params{};
+  params.x = x.data<Bf16>();
+  params.residual = residual.data<Bf16>();
+  params.weight = weight.data<Bf16>();
+  params.m = tokens.m;
+  params.hidden = tokens.k;
+  params.eps = static_cast<float>(eps);
+  params.static_weights = static_weights;
+  const bool aligned = (x.address() | residual.address() | weight.address()) % 16 == 0;
+  const gemv::AddRmsNormPlan plan =
+      gemv::plan_add_rms_norm(tokens.k, aligned, gemv::device_info(device));
+  Output out(py::none(), x, tokens.k);
+  Output sum(py::none(), x, tokens.k);
+  params.out = out.allocate();
+  params.sum = sum.allocate();
+  astrai::DeviceGuard guard(device);
+  gemv::launch_add_rms_norm(params, plan, torch.current_stream(x.device()));
+  return py::make_tuple(out.take(), sum.take());
+}
+
+py::dict plan_dict(int m, int n, int k, int64_t row_stride, uint64_t weight_address,
+                   uint64_t x_address, bool swiglu, const astrai::DeviceInfo& device) {
+  const gemv::GemvPlan plan = gemv::plan_gemv(
+      {m, n, k, row_stride, weight_address, x_address, swiglu}, device);
+  static const char* const kSources[] = {"aligned", "unaligned", "swiglu"};
+  py::dict result;
+  result["source"] = kSources[static_cast<int>(plan.source)];
+  result["resident"] = plan.resident;
+  result["grid"] = plan.grid;
+  result["smem_bytes"] = plan.smem_bytes;
+  result["programmatic"] = plan.programmatic;
+  return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_gemv, m) {
+  astrai::register_errors();
+
+  py::class_<astrai::DeviceInfo>(m, "DeviceInfo")
+      .def(py::init([](int sm_count, int device_arch, int image_arch, int smem_per_sm,
+                       int smem_per_block) {
+             return astrai::DeviceInfo{sm_count, device_arch, image_arch, smem_per_sm,
+                                       smem_per_block};
+           }),
+           py::kw_only(), py::arg("sm_count"), py::arg("device_arch"), py::arg("image_arch"),
+           py::arg("smem_per_sm"), py::arg("smem_per_block"))
+      .def_readonly("sm_count", &astrai::DeviceInfo::sm_count)
+      .def_readonly("device_arch", &astrai::DeviceInfo::device_arch)
+      .def_readonly("image_arch", &astrai::DeviceInfo::image_arch)
+      .def_readonly("smem_per_sm", &astrai::DeviceInfo::smem_per_sm)
+      .def_readonly("smem_per_block", &astrai::DeviceInfo::smem_per_block);
+  m.def("device_info", [](int device) { return gemv::device_info(device); }, py::arg("device"));
+  m.def("plan_gemv", &plan_dict, py::kw_only(), py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("row_stride"), py::arg("weight_address"), py::arg("x_address"), py::arg("swiglu"),
+        py::arg("device"));
+  m.def("plan_add_rms_norm", [](int hidden, bool aligned, const astrai::DeviceInfo& device) {
+          const gemv::AddRmsNormPlan plan = gemv::plan_add_rms_norm(hidden, aligned, device);
+          py::dict result;
+          result["vector"] = plan.vector;
+          result["threads"] = plan.threads;
+          result["programmatic"] = plan.programmatic;
+          return result;
+        }, py::kw_only(), py::arg("hidden"), py::arg("aligned"), py::arg("device"));
+  m.def("bf16_gemv", &bf16_gemv, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("out"),
+        py::arg("static_weights"));
+  m.def("bf16_swiglu", &bf16_swiglu, py::arg("x"), py::arg("up_weight"), py::arg("gate_weight"),
+        py::arg("out"), py::arg("static_weights"));
+  m.def("add_rms_norm", &add_rms_norm, py::arg("x"), py::arg("residual"), py::arg("weight"),
+        py::arg("eps"), py::arg("static_weights"));
+}

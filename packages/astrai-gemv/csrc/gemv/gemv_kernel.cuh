@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: Apache-2.0
+// Small-M linear: out[m, n] = sum_k x[m, k] * weight[n, k], M = 1..8 tokens, bf16 in, fp32 accumulate.
+//
+// Algorithm. The tokens are the 8-wide N operand of mma.m16n8k16 (columns at or above M are zero), 16
+// weight rows the A operand. A dot product does not care about the order of k, so the 16 bytes that a
+// lane reads of row g (g = lane / 4) are its A fragments as they are, and the same 16 bytes of token g
+// its B fragments: no transposition, no ldmatrix.
+//
+// Grid. One CTA per SM, each with an equal, contiguous range of rows, walked in blocks of 4 or 8 tiles
+// of up to 16 rows, all of one size. The 8 warps take chunks of 128 k in turn, so a CTA sweeps its rows
+// in order. A lane keeps the x of 4 chunks (a window) in registers: all of it for K <= 4,096
+// (kResident), else one window after the other serves all tiles of a block. The partial sums of the
+// windows, then of the warps, are added in a fixed order through shared memory.
+//
+// Shared memory. Each warp has a ring of its own, filled by cp.async: the main loop has no CTA
+// barrier. 8 warps x (6 slots x 2 KB + 2 KB of sums) on sm_90: see gemv_traits.h for what fits and why.
+//
+// Row sources. kAligned: rows start on 16 bytes. kUnaligned: any K and storage offset; a slot takes 16
+// bytes more of each row, from the 16-byte boundary below, and lanes shift what they read by their
+// row's offset. kSwiglu: rows 0..7 of a tile are `up`, rows 8..15 the same rows of `gate`, so both
+// projections of an output meet in one lane.
+//
+// Dependent launch. By default every read follows griddepcontrol.wait. With static_weights the ring is
+// filled, and kPrefetchBytes more per CTA are brought to L2, before it: HBM stays busy while the
+// preceding kernel ends and x arrives, which takes 2 to 3 us. The weights are read with evict_first, so
+// that the stream does not push out what was prefetched (nor x).
+//
+// Floor. n * k * 2 bytes of weights at the read bandwidth; the tokens come from L2.
+//
+// What lost. A lane copying only what it reads back (64 bytes of a row per request): 3.8 TB/s where
+// 128 and 256 bytes reach 4.5, because a DRAM page is left before it is used up. cp.async's L2
+// prefetch hints: 8 % slower on contiguous sweeps. Prefetching to L2 without
+// evict_first: 14 % slower at 4096 x 4096. Clusters that split K: each cluster barrier costs 0.4 us. Reloading x at
+// each block where it could stay: at M = 8 its loads queue behind the ring's, 1 us each time. Two
+// half-size windows, one loaded while the other is used: 2 % slower, the rows' sweeps get shorter.
+#pragma once
+
+#include "astrai/device/async_copy.cuh"
+#include "astrai/device/mma.cuh"
+#include "astrai/device/pdl.cuh"
+#include "gemv/gemv_params.h"
+#include "gemv/gemv_plan.h"
+#include "gemv/gemv_traits.h"
+
+namespace astrai::gemv {
+
+#if defined(__CUDA_ARCH__)
+constexpr int kImageArch = __CUDA_ARCH__ / 10;
+#else
+constexpr int kImageArch = 80;
+#endif
+
+template <RowSource kSource, bool kResident>
+constexpr int kStages = stages_for(kImageArch, kSource, kResident);
+
+template <RowSource kSource>
+constexpr int kSlot = slot_bytes(kSource);
+
+template <bool kResident>
+constexpr int kBlockTiles = block_tiles(kResident);
+
+// Where only one CTA fits, registers are free.
+constexpr int kCtasPerSm = kImageArch >= 90 && kImageArch < 120 ? 2 : 1;
+
+// 96 KB are no better at any shape, and worse at 4,096 x 4,096.
+constexpr int kPrefetchBytes = 48 * 1024;
+
+// The outputs [begin, end) of a CTA, cut into tiles of one size: a short last tile would leave the ring
+// half empty.
+struct Rows {
+  int end;
+  int per_tile;  // outputs; a swiglu tile has two rows for each
+
+  template <RowSource kSource>
+  static __device__ __forceinline__ Rows cut(int begin, int end) {
+    constexpr int kMost = kSource == RowSource::kSwiglu ? kTileRows / 2 : kTileRows;
+    const int tiles = (end - begin + kMost - 1) / kMost;
+    return {end, (end - begin + tiles - 1) / tiles};
+  }
+  template <bool kResident>
+  __device__ __forceinline__ int tiles_of_block(int begin) const {
+    return min(kBlockTiles<kResident>, (end - begin + per_tile - 1) / per_tile);
+  }
+};
+
+__device__ __forceinline__ int bytes_past_16(const void* address) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) & 15);
+}
+
+// Fills a warp's ring, kStages slots ahead of the MMAs and in their order: blocks, windows of x,
+// tiles, chunks, halves of a chunk. A slot holds 16 rows x 128 bytes; piece i (16 bytes) of an odd row
+// sits at i ^ 4, so that the 8 lanes of a quarter-warp read 8 different bank groups. kUnaligned: the
+// rows' ninth pieces follow.
+template <RowSource kSource, bool kResident>
+struct Producer {
+  static constexpr bool kUnaligned = kSource == RowSource::kUnaligned;
+  static constexpr bool kSwiglu = kSource == RowSource::kSwiglu;
+  static constexpr int kStep = kWarps * kChunk * 2;  // bytes from a warp's chunk to its next
+
+  const GemvParams& p;
+  const Rows all;
+  const int lane, warp, chunks;  // chunks: of this warp
+  const uint32_t ring;           // this lane's place in slot 0
+  const uint64_t policy;
+  int begin, window, tiles, tile, chunks_left, slot;
+  const char* low;   // row lane / 8 of the tile, at this lane's piece of the chunk
+  const char* high;  // row lane / 8 + 8; swiglu: row lane / 8 of gate
+  int rows;          // of the tile, counted from row lane / 8 on
+  int bytes;         // of a row, from the piece on
+
+  __device__ __forceinline__ Producer(const GemvParams& p, int lane, int warp, int chunks, int begin,
+                                      Rows all, uint32_t warp_ring)
+      : p(p), all(all), lane(lane), warp(warp), chunks(chunks),
+        ring(warp_ring + lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16),
+        policy(evict_first_policy()), begin(chunks > 0 ? begin : all.end), slot(0) {
+    if (this->begin < all.end) enter_block();
+  }
+
+  __device__ __forceinline__ void enter_block() {
+    tiles = all.tiles_of_block<kResident>(begin);
+    window = 0;
+    enter_tile(0);
+  }
+
+  __device__ __forceinline__ void enter_tile(int next) {
+    tile = next;
+    chunks_left = min(kWindow, chunks - window);
+    const int row = begin + tile * all.per_tile + lane / 8;
+    const int offset = window * kStep + warp * kChunk * 2 + lane % 8 * 16;
+    rows = min(all.per_tile - lane / 8, all.end - row);
+    bytes = 2 * p.k - offset;
+    low = reinterpret_cast<const char*>(p.weight + row * p.row_stride) + offset;
+    high = kSwiglu ? reinterpret_cast<const char*>(p.gate + row * p.gate_stride) + offset
+                   : low + 16 * p.row_stride;
+  }
+
+  // Copies one piece of a row, as far as the row goes: `left` bytes from there on.
+  __device__ __forceinline__ void copy(uint32_t smem, const char* piece, bool valid, int left) const {
+    if (kUnaligned) {
+      const int head = bytes_past_16(piece);
+      piece -= head;
+      left += head;
+    }
+    cp_async_16(smem, piece, valid ? min(max(left, 0), 16) : 0, policy);
+  }
+
+  template <int kHalf>
+  __device__ __forceinline__ void issue() {
+    if (begin < all.end) {
+      constexpr int kOffset = kHalf * kSlotK * 2;
+      const uint32_t smem = ring + slot * kSlot<kSource>;
+      const int left = bytes - kOffset;
+      copy(smem, low + kOffset, rows > 0, left);
+      copy(smem + 512, low + 8 * p.row_stride + kOffset, rows > 4, left);
+      copy(smem + 1024, high + kOffset, rows > (kSwiglu ? 0 : 8), left);
+      copy(smem + 1536, high + 8 * (kSwiglu ? p.gate_stride : p.row_stride) + kOffset,
+           rows > (kSwiglu ? 4 : 12), left);
+      if (kUnaligned && lane < kTileRows) copy_ninth(kOffset);
+      if (kHalf == 1) advance();
+    }
+    // Empty groups keep the count of pending groups equal to the distance from the MMAs.
+    cp_async_commit();
+    slot = slot + 1 == kStages<kSource, kResident> ? 0 : slot + 1;
+  }
+
+  // Of row `lane` of the tile.
+  __device__ __forceinline__ void copy_ninth(int half_offset) const {
+    const int row = begin + tile * all.per_tile + lane;
+    const int done = bytes + lane % 8 * 16 - half_offset - 128;
+    const uint32_t warp_ring = ring - lane / 8 * 128 - ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
+    copy(warp_ring + slot * kSlot<kSource> + kSlotBytes + lane * 16,
+         reinterpret_cast<const char*>(p.weight + row * p.row_stride + p.k) - done,
+         lane < all.per_tile && row < all.end, done);
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (--chunks_left > 0) {
+      low += kStep;
+      high += kStep;
+      bytes -= kStep;
+      return;
+    }
+    if (tile + 1 < tiles) return enter_tile(tile + 1);
+    if (!kResident && window + kWindow < chunks) {
+      window += kWindow;
+      return enter_tile(0);
+    }
+    begin += tiles * all.per_tile;
+    if (begin < all.end) enter_block();
+  }
+};
+
+// Brings to L2 what the ring will ask for next: the rows after the ones in it, one window wide.
+template <RowSource kSource, bool kResident>
+__device__ __forceinline__ void prefetch_rows(const GemvParams& p, int begin, int end) {
+  constexpr int kMatrices = kSource == RowSource::kSwiglu ? 2 : 1;
+  const int width = min(p.k, kWindow * kWarps * kChunk) * 2;
+  const int first = begin + kWarps * kStages<kSource, kResident> * kSlotBytes / (kMatrices * width);
+  const int last = min(end, first + kPrefetchBytes / (kMatrices * width));
+  for (int row = first + threadIdx.x; row < last; row += kThreads) {
+    prefetch_l2(p.weight + row * p.row_stride, width);
+    if (kSource == RowSource::kSwiglu) prefetch_l2(p.gate + row * p.gate_stride, width);
+  }
+}
+
+// Elements skip..skip+7 of the 16 in a and b.
+__device__ __forceinline__ uint4 shift_elements(const uint4& a, const uint4& b, int skip) {
+  uint32_t w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 6; ++i) w[i] = skip & 4 ? w[i + 2] : w[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) w[i] = skip & 2 ? w[i + 1] : w[i];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], (skip & 1) * 16);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// 8 elements that start at any 2-byte boundary; elements at or past k are zero, whatever memory holds
+// there. Reads whole 16-byte blocks, each of which holds at least one element of the row.
+__device__ __forceinline__ uint4 load_unaligned(const __nv_bfloat16* row, int first, int k) {
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  if (first >= k) return zero;
+  const int skip = bytes_past_16(row + first) / 2;
+  const uint4* block = reinterpret_cast<const uint4*>(row + first - skip);
+  const bool reaches_next = skip > 0 && first + 8 - skip < k;
+  uint4 v = shift_elements(__ldcg(block), reaches_next ? __ldcg(block + 1) : zero, skip);
+  uint32_t* w = reinterpret_cast<uint32_t*>(&v);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int left = k - first - 2 * i;
+    w[i] = left >= 2 ? w[i] : left == 1 ? w[i] & 0xffffu : 0;
+  }
+  return v;
+}
+
+// Token g's elements that face this lane's weights: one 16-byte piece per 32 k of a chunk.
+template <RowSource kSource>
+__device__ __forceinline__ void load_x(const GemvParams& p, int lane, int chunk, uint4 (&x)[4]) {
+  const int token = lane / 4;
+  const __nv_bfloat16* row = p.x + int64_t{token} * p.k;
+#pragma unroll
+  for (int piece = 0; piece < 4; ++piece) {
+    const int first = chunk * kChunk + piece * 32 + lane % 4 * 8;
+    x[piece] = make_uint4(0, 0, 0, 0);
+    if (token >= p.m) continue;
+    if (kSource == RowSource::kUnaligned)
+      x[piece] = load_unaligned(row, first, p.k);
+    else if (first < p.k)
+      x[piece] = __ldcg(reinterpret_cast<const uint4*>(row + first));
+  }
+}
+
+__device__ __forceinline__ float round_bf16(float value) {
+  return __bfloat162float(__float2bfloat16_rn(value));
+}
+
+__device__ __forceinline__ float silu_bf16(float gate) {
+  const float g = round_bf16(gate);
+  return round_bf16(g / (1.0f + __expf(-g)));
+}
+
+// Where a warp leaves the sums of row g, tokens 2t and 2t + 1, and of row g + 8: four floats. The
+// exchange of t lets 16 rows of a token be read without bank conflicts.
+__device__ __forceinline__ int sum_slot(int g, int t) { return g * 4 + (t ^ (g / 2)); }
+
+template <RowSource kSource, bool kResident>
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
+    gemv_kernel(const __grid_constant__ GemvParams p) {
+  constexpr int kTiles = kBlockTiles<kResident>;
+  constexpr int kOutputs = kTiles * kTileFloats / kThreads;
+  constexpr bool kSwiglu = kSource == RowSource::kSwiglu;
+  constexpr bool kUnaligned = kSource == RowSource::kUnaligned;
+  extern __shared__ __align__(128) char smem[];
+  float* sums = reinterpret_cast<float*>(smem + kWarps * kStages<kSource, kResident> * kSlot<kSource>);
+
+  pdl_launch_dependents();
+
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int begin = static_cast<int>(int64_t{p.n} * blockIdx.x / gridDim.x);
+  const int end = static_cast<int>(int64_t{p.n} * (blockIdx.x + 1) / gridDim.x);
+  const Rows all = Rows::cut<kSource>(begin, end);
+  const int chunks = ((p.k + kChunk - 1) / kChunk - warp + kWarps - 1) / kWarps;
+  const uint32_t ring = smem_address(smem) + warp * kStages<kSource, kResident> * kSlot<kSource>;
+  // Row g's pieces t and t + 4 of a slot; odd rows hold them swapped.
+  const uint32_t piece = ring + lane / 4 * 128 + (lane % 4 + lane / 4 % 2 * 4) * 16;
+  // kUnaligned: the pieces after those. Piece 8 is in the slot's last part.
+  const uint32_t next_piece = ring + lane / 4 * 128 + ((lane % 4 + 1) ^ (lane / 4 % 2 * 4)) * 16;
+  const uint32_t last_piece = lane % 4 == 3 ? ring + kSlotBytes + lane / 4 * 16 : next_piece ^ 64;
+  const int to_high_last = lane % 4 == 3 ? 128 : 1024;
+
+  Producer<kSource, kResident> producer(p, lane, warp, chunks, begin, all, ring);
+  const auto fill_ring = [&] {
+    // Halves alternate; an odd number of slots ends with a first half.
+#pragma unroll
+    for (int i = 0; i < kStages<kSource, kResident>; ++i)
+      i % 2 == 0 ? producer.template issue<0>() : producer.template issue<1>();
+  };
+  uint4 x[kWindow][4];
+  const auto load_window = [&](int window) {
+#pragma unroll
+    for (int c = 0; c < kWindow; ++c)
+      if (window + c < chunks) load_x<kSource>(p, lane, warp + (window + c) * kWarps, x[c]);
+  };
+
+  if (p.static_weights) {
+    fill_ring();
+    if constexpr (!kUnaligned) prefetch_rows<kSource, kResident>(p, begin, end);
+  }
+  pdl_wait();
+  load_window(0);
+  if (!p.static_weights) fill_ring();
+
+  int slot = 0;
+  for (int block = begin; block < end; block += kTiles * all.per_tile) {
+    const int tiles = all.tiles_of_block<kResident>(block);
+    // One pass at least: a warp without chunks contributes zeros.
+    for (int window = 0; window == 0 || window < chunks; window += kWindow) {
+      if (!kResident && (block > begin || window > 0)) load_window(window);
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile) {
+        // Two chains: a dependent MMA waits for the one before it.
+        float acc[2][4] = {};
+        int low_skip = 0, high_skip = 0;
+        if (kUnaligned) {
+          const __nv_bfloat16* row = p.weight + (block + tile * all.per_tile + lane / 4) * p.row_stride;
+          low_skip = bytes_past_16(row) / 2;
+          high_skip = bytes_past_16(row + 8 * p.row_stride) / 2;
+        }
+#pragma unroll
+        for (int c = 0; c < kWindow; ++c) {
+          if (window + c >= chunks) break;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            cp_async_wait<kStages<kSource, kResident> - 1>();
+            __syncwarp();
+            const uint32_t at = slot * kSlot<kSource>;
+            uint4 low[2] = {ld_shared_16(piece + at), ld_shared_16((piece ^ 64) + at)};
+            uint4 high[2] = {ld_shared_16(piece + at + 1024), ld_shared_16((piece ^ 64) + at + 1024)};
+            if (kUnaligned) {
+              low[0] = shift_elements(low[0], ld_shared_16(next_piece + at), low_skip);
+              low[1] = shift_elements(low[1], ld_shared_16(last_piece + at), low_skip);
+              high[0] = shift_elements(high[0], ld_shared_16(next_piece + at + 1024), high_skip);
+              high[1] = shift_elements(high[1], ld_shared_16(last_piece + at + to_high_last), high_skip);
+            }
+            // All lanes have read the slot that is refilled now.
+            __syncwarp();
+            constexpr int kHalves = kStages<kSource, kResident> % 2;
+            half == kHalves ? producer.template issue<0>() : producer.template issue<1>();
+            slot = slot + 1 == kStages<kSource, kResident> ? 0 : slot + 1;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const uint4& v = x[c][half * 2 + i];
+              mma_m16n8k16_bf16(acc[0], low[i].x, high[i].x, low[i].y, high[i].y, v.x, v.y);
+              mma_m16n8k16_bf16(acc[1], low[i].z, high[i].z, low[i].w, high[i].w, v.z, v.w);
+            }
+          }
+        }
+        float4* sum = reinterpret_cast<float4*>(sums + (warp * kTiles + tile) * kTileFloats) +
+                      sum_slot(lane / 4, lane % 4);
+        float4 total = make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1],
+                                   acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+        if (!kResident && window > 0) {
+          const float4 before = *sum;
+          total.x += before.x;
+          total.y += before.y;
+          total.z += before.z;
+          total.w += before.w;
+        }
+        *sum = total;
+      }
+    }
+
+    // Half a warp finishes 16 rows of a token: 32 bytes of output that lie together.
+    const int in_tile = lane % kTileRows;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+      const int tile = (warp + i * kWarps) / 4;
+      const int pair = (warp + i * kWarps) % 4;
+      const int token = pair * 2 + lane / kTileRows;
+      if (tile >= tiles || pair * 2 >= p.m) continue;
+      const float* partial = sums + tile * kTileFloats + sum_slot(in_tile % 8, pair) * 4 +
+                             in_tile / 8 * 2 + lane / kTileRows;
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += partial[w * kTiles * kTileFloats];
+      if (kSwiglu) {
+        const float gate = __shfl_down_sync(0xffffffffu, sum, 8);
+        sum = round_bf16(sum) * silu_bf16(gate);
+      }
+      const int row = block + tile * all.per_tile + in_tile;
+      if (in_tile >= all.per_tile || row >= end || token >= p.m) continue;
+      if (p.bias != nullptr) sum += __bfloat162float(__ldcg(p.bias + row));
+      p.out[int64_t{token} * p.n + row] = __float2bfloat16_rn(sum);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace astrai::gemv

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a plan to the launch of an instantiation of gemv_kernel.
+#pragma once
+
+#include <atomic>
+
+#include "astrai/host/launch.h"
+#include "gemv/gemv_kernel.cuh"
+
+namespace astrai::gemv {
+
+template <RowSource kSource, bool kResident>
+void launch_instance(const GemvParams& params, const GemvPlan& plan, int device, cudaStream_t stream,
+                   const char* what) {
+  auto* kernel = gemv_kernel<kSource, kResident>;
+  // The opt-in is per kernel and device, and costs a microsecond: once is enough.
+  static std::atomic<bool> opted_in[kMaxDevices];
+  if (!opted_in[device].load(std::memory_order_acquire)) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    plan.smem_bytes),
+               what);
+    opted_in[device].store(true, std::memory_order_release);
+  }
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(plan.grid));
+  shape.block = dim3(kThreads);
+  shape.smem_bytes = plan.smem_bytes;
+  shape.programmatic = plan.programmatic;
+  launch(kernel, shape, stream, what, params);
+}
+
+template <RowSource kSource>
+void launch_source(const GemvParams& params, const GemvPlan& plan, int device, cudaStream_t stream,
+                   const char* what) {
+  if (plan.resident)
+    launch_instance<kSource, true>(params, plan, device, stream, what);
+  else
+    launch_instance<kSource, false>(params, plan, device, stream, what);
+}
+
+}  // namespace astrai::gemv

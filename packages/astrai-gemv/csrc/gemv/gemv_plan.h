@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch plan of the small-M linear kernels (gemv, swiglu): a pure function of problem and device.
+#pragma once
+
+#include <cstdint>
+
+#include "astrai/host/device.h"
+#include "gemv/gemv_traits.h"
+
+namespace astrai::gemv {
+
+struct GemvProblem {
+  int m;                    // tokens, 1..8
+  int n;                    // outputs
+  int k;                    // reduction length
+  int64_t row_stride;       // elements between weight rows
+  uint64_t weight_address;  // only its value modulo 16 matters
+  uint64_t x_address;       // likewise
+  bool swiglu;              // two weights, all operands 16-byte aligned by contract
+};
+
+struct GemvPlan {
+  RowSource source;
+  bool resident;      // all of x stays in registers
+  int grid;           // CTAs
+  int smem_bytes;     // per CTA
+  bool programmatic;  // launch with programmatic dependent launch
+};
+
+GemvPlan plan_gemv(const GemvProblem& problem, const DeviceInfo& device);
+
+}  // namespace astrai::gemv

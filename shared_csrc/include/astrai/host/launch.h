@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// One launch call for all kernels, with programmatic dependent launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "astrai/host/error.h"
+
+namespace astrai {
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  int smem_bytes = 0;
+  // The kernel must then execute griddepcontrol.wait on every path before it reads or writes what
+  // another kernel touches.
+  bool programmatic = false;
+};
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
+            const char* what, const Args&... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = static_cast<size_t>(shape.smem_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attributes[1];
+  config.attrs = attributes;
+  if (shape.programmatic) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  check_cuda(cudaLaunchKernelEx(&config, kernel, Params(args)...), what);
+}
+
+}  // namespace astrai

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// A named, checked, non-owning view of a tensor. Every message names the argument, what was expected
+// and what came. Shape, dtype and layout are checked before the device, so that each check can be
+// tested on a machine without a GPU.
+#pragma once
+
+#include <dlpack/dlpack.h>
+
+#include <cstdint>
+#include <string>
+
+#include "astrai/host/error.h"
+
+namespace astrai {
+
+enum class DType { kBFloat16, kFloat32 };
+
+inline DLDataType dl_dtype(DType dtype) {
+  return dtype == DType::kBFloat16 ? DLDataType{kDLBfloat, 16, 1} : DLDataType{kDLFloat, 32, 1};
+}
+
+inline const char* dtype_name(DType dtype) {
+  return dtype == DType::kBFloat16 ? "bfloat16" : "float32";
+}
+
+inline std::string dtype_name(DLDataType dtype) {
+  const std::string bits = std::to_string(int{dtype.bits});
+  switch (dtype.code) {
+    case kDLInt: return "int" + bits;
+    case kDLUInt: return "uint" + bits;
+    case kDLFloat: return "float" + bits;
+    case kDLBfloat: return "bfloat" + bits;
+    case kDLComplex: return "complex" + bits;
+    case kDLBool: return "bool";
+    default: return concat("a ", bits, "-bit dtype (DLPack code ", int{dtype.code}, ")");
+  }
+}
+
+class TensorView {
+ public:
+  TensorView(const char* name, const DLTensor& tensor) : name_(name), tensor_(tensor) {}
+
+  const char* name() const { return name_; }
+  int rank() const { return tensor_.ndim; }
+  int64_t size(int dim) const { return tensor_.shape[wrap(dim)]; }
+  // DLPack lets a compact tensor leave its strides out.
+  int64_t stride(int dim) const {
+    if (tensor_.strides != nullptr) return tensor_.strides[wrap(dim)];
+    int64_t stride = 1;
+    for (int i = rank() - 1; i > wrap(dim); --i) stride *= tensor_.shape[i];
+    return stride;
+  }
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int i = 0; i < rank(); ++i) count *= tensor_.shape[i];
+    return count;
+  }
+  int device_index() const { return tensor_.device.device_id; }
+  DLDevice device() const { return tensor_.device; }
+  int64_t item_bytes() const { return tensor_.dtype.bits / 8; }
+
+  template <class T>
+  T* data() const {
+    return reinterpret_cast<T*>(static_cast<char*>(tensor_.data) + tensor_.byte_offset);
+  }
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(data<char>()); }
+
+  std::string shape_text() const {
+    std::string text = "[";
+    for (int i = 0; i < rank(); ++i) text += (i ? ", " : "") + std::to_string(size(i));
+    return text + "]";
+  }
+
+  const TensorView& expect_dtype(DType dtype) const {
+    const DLDataType want = dl_dtype(dtype);
+    if (tensor_.dtype.code != want.code || tensor_.dtype.bits != want.bits ||
+        tensor_.dtype.lanes != want.lanes)
+      throw TypeError(
+          concat(name_, ": expected dtype ", dtype_name(dtype), ", got ", dtype_name(tensor_.dtype)));
+    return *this;
+  }
+
+  const TensorView& expect_rank(int low, int high, const char* layout) const {
+    if (rank() < low || rank() > high)
+      throw ValueError(
+          concat(name_, ": expected shape ", layout, ", got ", rank(), "-D ", shape_text()));
+    return *this;
+  }
+
+  const TensorView& expect_size(int dim, int64_t want, const char* meaning) const {
+    if (size(dim) != want)
+      throw ValueError(concat(name_, ": expected size ", want, " (", meaning, ") in dimension ",
+                              wrap(dim), ", got shape ", shape_text()));
+    return *this;
+  }
+
+  const TensorView& expect_size_in(int dim, int64_t low, int64_t high, const char* meaning) const {
+    if (size(dim) < low || size(dim) > high)
+      throw ValueError(concat(name_, ": expected ", meaning, " in ", low, "..", high, ", got ",
+                              size(dim), " (shape ", shape_text(), ")"));
+    return *this;
+  }
+
+  const TensorView& expect_contiguous() const {
+    int64_t want = 1;
+    for (int i = rank() - 1; i >= 0; --i) {
+      if (size(i) != 1 && stride(i) != want)
+        throw ValueError(concat(name_, ": expected a contiguous tensor, got shape ", shape_text(),
+                                " with stride ", stride(i), " in dimension ", i));
+      want *= size(i);
+    }
+    return *this;
+  }
+
+  // Rows may be apart by more than their length (a slice of a wider matrix), never overlap.
+  const TensorView& expect_rows_contiguous() const {
+    const bool inner = size(-1) == 1 || stride(-1) == 1;
+    const bool outer = size(-2) == 1 || stride(-2) >= size(-1);
+    if (!inner || !outer)
+      throw ValueError(concat(name_, ": expected contiguous rows (stride 1 in the last dimension, ",
+                              "at least ", size(-1), " in the one before), got strides [", stride(-2),
+                              ", ", stride(-1), "]"));
+    return *this;
+  }
+
+  const TensorView& expect_cuda() const {
+    if (tensor_.device.device_type != kDLCUDA)
+      throw ValueError(concat(name_, ": expected a CUDA tensor, got one on ",
+                              tensor_.device.device_type == kDLCPU ? "the CPU" : "another device"));
+    if (numel() != 0 && data<char>() == nullptr)
+      throw ValueError(concat(name_, ": expected a tensor with storage, got one without"));
+    return *this;
+  }
+
+  const TensorView& expect_same_device(const TensorView& other) const {
+    if (device_index() != other.device_index())
+      throw ValueError(concat(name_, ": expected the device of ", other.name(), " (cuda:",
+                              other.device_index(), "), got cuda:", device_index()));
+    return *this;
+  }
+
+  const TensorView& expect_disjoint(const TensorView& other) const {
+    if (address() < other.end_address() && other.address() < end_address())
+      throw ValueError(concat(name_, ": expected memory of its own, got memory shared with ",
+                              other.name()));
+    return *this;
+  }
+
+ private:
+  int wrap(int dim) const { return dim < 0 ? dim + rank() : dim; }
+  uintptr_t end_address() const {
+    int64_t last = 0;
+    for (int i = 0; i < rank(); ++i) {
+      if (size(i) == 0) return address();
+      last += (size(i) - 1) * stride(i);
+    }
+    return address() + static_cast<uintptr_t>((last + 1) * item_bytes());
+  }
+
+  const char* name_;
+  DLTensor tensor_;
+};
+
+}  // namespace astrai

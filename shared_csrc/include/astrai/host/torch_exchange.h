@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Torch tensors through the DLPack C exchange API: view, current stream, allocation. Included by
+// bindings only; it sees Python objects, never a torch header.
+#pragma once
+
+#include <dlpack/dlpack.h>
+#include <pybind11/pybind11.h>
+
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "astrai/host/tensor_view.h"
+
+namespace astrai {
+
+namespace py = pybind11;
+
+class TorchExchange {
+ public:
+  // The table belongs to torch and outlives the process's last call, so one look-up is enough.
+  static const TorchExchange& get() {
+    static const TorchExchange instance;
+    return instance;
+  }
+
+  TensorView view(const char* name, py::handle object) const {
+    PyTypeObject* type = Py_TYPE(object.ptr());
+    if (type != tensor_type_ && type != parameter_type_) check_subclass(name, type);
+    DLTensor tensor;
+    // Meta, sparse, quantized, nested and functorch tensors have no memory that could be viewed.
+    if (api_->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0)
+      throw TypeError(concat(name, ": expected a dense tensor with storage of its own, got a ",
+                             type->tp_name, " without (", take_python_error(), ")"));
+    return TensorView(name, tensor);
+  }
+
+  // An eager kernel has no backward: it would drop the gradient without a word.
+  void refuse_grad(const char* op,
+                   std::initializer_list<std::pair<const char*, py::handle>> tensors) const {
+    for (const auto& [name, tensor] : tensors) {
+      if (tensor.is_none()) continue;
+      py::object flag = py::reinterpret_steal<py::object>(
+          PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr()));
+      if (!flag) throw py::error_already_set();
+      if (flag.ptr() == Py_True && is_grad_enabled_().ptr() == Py_True)
+        throw std::runtime_error(
+            concat(name, ": requires grad, and ", op,
+                   " has no backward; call it under torch.no_grad() or torch.inference_mode()"));
+    }
+  }
+
+  cudaStream_t current_stream(DLDevice device) const {
+    void* stream = nullptr;
+    if (api_->current_work_stream(device.device_type, device.device_id, &stream) != 0)
+      throw py::error_already_set();
+    return static_cast<cudaStream_t>(stream);
+  }
+
+  // An uninitialised tensor from torch's caching allocator (graph capture included).
+  py::object empty(std::initializer_list<int64_t> shape, DType dtype, DLDevice device) const {
+    DLTensor prototype{};
+    prototype.device = device;
+    prototype.ndim = static_cast<int32_t>(shape.size());
+    prototype.dtype = dl_dtype(dtype);
+    prototype.shape = const_cast<int64_t*>(shape.begin());
+    DLManagedTensorVersioned* managed = nullptr;
+    std::string message;
+    if (api_->managed_tensor_allocator(&prototype, &managed, &message, &keep_message) != 0)
+      throw std::runtime_error("allocating the output failed: " + message);
+    void* object = nullptr;
+    if (api_->managed_tensor_to_py_object_no_sync(managed, &object) != 0)
+      throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+  }
+
+ private:
+  TorchExchange() {
+    py::object type = py::module_::import("torch").attr("Tensor");
+    if (!py::hasattr(type, "__dlpack_c_exchange_api__"))
+      throw std::runtime_error(
+          "this torch has no DLPack C exchange API; install torch>=2.10 (pip install -U torch)");
+    py::object capsule = type.attr("__dlpack_c_exchange_api__");
+    auto* api = static_cast<const DLPackExchangeAPI*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr) throw py::error_already_set();
+    // A newer major version may chain an older table that this code can read.
+    const DLPackExchangeAPIHeader* header = &api->header;
+    while (header != nullptr && header->version.major != DLPACK_MAJOR_VERSION)
+      header = header->prev_api;
+    if (header == nullptr)
+      throw std::runtime_error(concat("torch offers DLPack ", api->header.version.major,
+                                      ", this package reads DLPack ", DLPACK_MAJOR_VERSION));
+    api_ = reinterpret_cast<const DLPackExchangeAPI*>(header);
+    if (api_->dltensor_from_py_object_no_sync == nullptr)
+      throw std::runtime_error("torch's DLPack C exchange API has no non-owning view");
+    dispatch_ = py::object(type.attr("__torch_dispatch__")).release();
+    tensor_type_ = reinterpret_cast<PyTypeObject*>(type.release().ptr());
+    parameter_type_ = reinterpret_cast<PyTypeObject*>(
+        py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr());
+    requires_grad_ = py::str("requires_grad").release();
+    is_grad_enabled_ = py::object(py::module_::import("torch").attr("is_grad_enabled")).release();
+  }
+
+  // A subclass that dispatches (fake tensors, distributed and quantized ones) gives its storage a
+  // meaning of its own, or has none.
+  void check_subclass(const char* name, PyTypeObject* type) const {
+    if (!PyType_IsSubtype(type, tensor_type_))
+      throw TypeError(concat(name, ": expected a torch.Tensor, got ", type->tp_name));
+    const py::object dispatch = py::handle(reinterpret_cast<PyObject*>(type)).attr("__torch_dispatch__");
+    if (dispatch.ptr() != dispatch_.ptr())
+      throw TypeError(concat(name, ": expected a plain torch.Tensor, got a ", type->tp_name,
+                             ", which defines __torch_dispatch__"));
+  }
+
+  static std::string take_python_error() {
+    if (PyErr_Occurred() == nullptr) return "no reason given";
+    py::error_already_set error;
+    const std::string text = py::str(error.value()).cast<std::string>();
+    return text.substr(0, text.find('\n'));
+  }
+
+  static void keep_message(void* context, const char* kind, const char* message) {
+    *static_cast<std::string*>(context) = concat(kind, ": ", message);
+  }
+
+  // The Python objects live as long as torch does; their references are never given back.
+  const DLPackExchangeAPI* api_ = nullptr;
+  PyTypeObject* tensor_type_ = nullptr;
+  PyTypeObject* parameter_type_ = nullptr;
+  py::handle dispatch_;
+  py::handle requires_grad_;
+  py::handle is_grad_enabled_;
+};
+
+inline void register_errors() {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const ValueError& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const TypeError& error) {
+      PyErr_SetString(PyExc_TypeError, error.what());
+    }
+  });
+}
+
+}  // namespace astrai
