@@ -24,7 +24,8 @@ using astrai::ValueError;
 namespace gemv = astrai::gemv;
 
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max() - 64;
-constexpr int64_t kMaxK = std::numeric_limits<int32_t>::max() / 4;
+// The kernels index x, and bytes of a row, with 32 bits.
+constexpr int64_t kMaxK = int64_t{1} << 27;
 
 using Bf16 = __nv_bfloat16;
 

@@ -215,19 +215,32 @@ __device__ __forceinline__ uint4 shift_elements(const uint4& a, const uint4& b, 
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// 8 elements that start at any 2-byte boundary; elements at or past k are zero, whatever memory holds
-// there. Reads whole 16-byte blocks, each of which holds at least one element of the row.
-__device__ __forceinline__ uint4 load_unaligned(const __nv_bfloat16* row, int first, int k) {
+// The 16-byte block of x from element `at` on. The first and the last may reach past the tensor, where
+// the memory is not ours to read; what they lack is zero.
+__device__ __forceinline__ uint4 load_x_block(const GemvParams& p, int at) {
+  if (at >= 0 && at + 8 <= p.m * p.k) return __ldcg(reinterpret_cast<const uint4*>(p.x + at));
+  uint32_t w[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (at + i >= 0 && at + i < p.m * p.k)
+      w[i / 2] |= uint32_t{__ldcg(reinterpret_cast<const unsigned short*>(p.x) + at + i)} << (i % 2 * 16);
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// 8 elements of a token from any 2-byte boundary on; elements at or past k are zero, whatever memory
+// holds there.
+__device__ __forceinline__ uint4 load_unaligned(const GemvParams& p, int token, int first) {
   const uint4 zero = make_uint4(0, 0, 0, 0);
-  if (first >= k) return zero;
-  const int skip = bytes_past_16(row + first) / 2;
-  const uint4* block = reinterpret_cast<const uint4*>(row + first - skip);
-  const bool reaches_next = skip > 0 && first + 8 - skip < k;
-  uint4 v = shift_elements(__ldcg(block), reaches_next ? __ldcg(block + 1) : zero, skip);
+  if (first >= p.k) return zero;
+  const int skip = bytes_past_16(p.x + token * p.k + first) / 2;
+  const int block = token * p.k + first - skip;
+  const bool reaches_next = skip > 0 && first + 8 - skip < p.k;
+  uint4 v = shift_elements(load_x_block(p, block), reaches_next ? load_x_block(p, block + 8) : zero,
+                           skip);
   uint32_t* w = reinterpret_cast<uint32_t*>(&v);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int left = k - first - 2 * i;
+    const int left = p.k - first - 2 * i;
     w[i] = left >= 2 ? w[i] : left == 1 ? w[i] & 0xffffu : 0;
   }
   return v;
@@ -237,16 +250,15 @@ __device__ __forceinline__ uint4 load_unaligned(const __nv_bfloat16* row, int fi
 template <RowSource kSource>
 __device__ __forceinline__ void load_x(const GemvParams& p, int lane, int chunk, uint4 (&x)[4]) {
   const int token = lane / 4;
-  const __nv_bfloat16* row = p.x + int64_t{token} * p.k;
 #pragma unroll
   for (int piece = 0; piece < 4; ++piece) {
     const int first = chunk * kChunk + piece * 32 + lane % 4 * 8;
     x[piece] = make_uint4(0, 0, 0, 0);
     if (token >= p.m) continue;
     if (kSource == RowSource::kUnaligned)
-      x[piece] = load_unaligned(row, first, p.k);
+      x[piece] = load_unaligned(p, token, first);
     else if (first < p.k)
-      x[piece] = __ldcg(reinterpret_cast<const uint4*>(row + first));
+      x[piece] = __ldcg(reinterpret_cast<const uint4*>(p.x + token * p.k + first));
   }
 }
 

@@ -8,11 +8,12 @@ try:
 except ModuleNotFoundError:  # a wheel built with CSRC_KERNELS=false
     CUDA, SASS, PTX = None, (), ()
 
-__all__ = ["CONTRACT", "CUDA", "NAME", "OPS", "PACKAGE", "PTX", "SASS"]
+__all__ = ["CONTRACT", "CUDA", "NAME", "NATIVE", "OPS", "PACKAGE", "PTX", "SASS"]
 
 NAME = "gemv"
 CONTRACT = 1
 PACKAGE = "astrai_gemv"
+NATIVE = "astrai_gemv._gemv"
 OPS: dict[str, tuple[str, ...]] = {
     "bf16_gemv": ("bfloat16",),
     "bf16_swiglu": ("bfloat16",),

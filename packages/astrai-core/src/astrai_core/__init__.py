@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picks the fastest correct implementation of an op for each call, and says why.
+
+Kernels come from separately installed family wheels; without any, everything runs on torch. Importing
+this package reads no manifest and touches no device: that happens at the first call.
+"""
+
+from __future__ import annotations
+
+from .discovery import families
+from .recording import explain
+from .ops import linear, swiglu
+from .policy import use
+
+__all__ = ["explain", "families", "linear", "swiglu", "use"]

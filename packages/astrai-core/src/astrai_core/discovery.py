@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the installed kernel families and checks that they can serve a device.
+
+A family is an entry point of the group ``astrai.families`` whose value is a manifest module: it
+imports neither torch nor native code, and says what the wheel contains. Manifests are read once, at
+the first question. Native code is imported at the first call of one of its ops. Whatever goes wrong
+with one family is kept as its reason and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import re
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from . import arch, device
+from .reasons import Reason, ReasonKind
+
+GROUP = "astrai.families"
+CONTRACT = 1
+"""The version of the manifest's and the ops' contract that this package speaks."""
+
+_lock = threading.RLock()
+
+
+@dataclass
+class Family:
+    """An installed family, or one that could be.
+
+    Attributes:
+        name: short name, such as ``gemv``; the extra of astrai-core that installs it.
+        distribution: name of the distribution.
+        version: its version, or None when it is not installed.
+        contract: the contract its manifest names.
+        package: import name under which its ops resolve.
+        native: import name of its compiled module.
+        cuda: CUDA toolkit it was built with; None in a wheel without kernels.
+        sass: architectures of its machine code.
+        ptx: architectures of its PTX.
+        ops: dtype names of each op.
+        reason: why it cannot be used on any device; None as far as is known.
+    """
+
+    name: str
+    distribution: str
+    version: str | None = None
+    contract: int | None = None
+    package: str | None = None
+    native: str | None = None
+    cuda: str | None = None
+    sass: tuple[str, ...] = ()
+    ptx: tuple[str, ...] = ()
+    ops: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reason: Reason | None = None
+    _resolved: dict[str, Callable[..., Any]] = field(default_factory=dict, repr=False)
+    _on_device: dict[int, Reason | None] = field(default_factory=dict, repr=False)
+
+    def reason_on(self, index: int) -> Reason | None:
+        """Why the family cannot serve CUDA device `index`; None if it can. Cached per device."""
+        if self.reason is not None:
+            return self.reason
+        if index not in self._on_device:
+            self._on_device[index] = self._check_device(index)
+        return self._on_device[index]
+
+    def op(self, name: str) -> Callable[..., Any] | None:
+        """The op, imported at the first call; None, with `reason` set, if that fails."""
+        found = self._resolved.get(name)
+        if found is None and self.reason is None:
+            found = self._resolve(name)
+        return found
+
+    def _resolve(self, name: str) -> Callable[..., Any] | None:
+        with _lock:
+            try:
+                package = importlib.import_module(str(self.package))
+                # The package itself imports without it, and would fail at the first call only.
+                importlib.import_module(str(self.native))
+                self._resolved[name] = found = getattr(package, name)
+            except Exception as error:
+                self.reason = Reason(
+                    ReasonKind.IMPORT_ERROR,
+                    f"importing {self.package} failed: {_one_line(error)}; {_reinstall(self)}",
+                )
+                return None
+        return found  # type: ignore[no-any-return]
+
+    def _check_device(self, index: int) -> Reason | None:
+        capability = device.capability(index)
+        if capability is None:
+            return Reason(ReasonKind.NO_DEVICE, device.why_none())
+        by_sass = arch.has_sass(capability, self.sass)
+        if not by_sass and not arch.has_ptx(capability, self.ptx):
+            ptx = [f"{a} (PTX)" for a in self.ptx]
+            return Reason(
+                ReasonKind.ARCHITECTURE,
+                f"cuda:{index} is sm_{arch.name(capability)}, this {self.distribution} wheel has code "
+                f"for {', '.join([*self.sass, *ptx])}; pip install --force-reinstall "
+                f"--no-cache-dir --no-deps {self.distribution}",
+            )
+        return self._check_driver(by_sass)
+
+    def _check_driver(self, by_sass: bool) -> Reason | None:
+        driver = device.driver_version()
+        if driver is None or self.cuda is None:
+            return None
+        major, minor = (int(part) for part in self.cuda.split(".")[:2])
+        # Machine code runs under any driver of its toolkit's major version; PTX is compiled by the
+        # driver, which reads none that is newer than itself.
+        if driver >= ((major, 0) if by_sass else (major, minor)):
+            return None
+        needs = f"CUDA {major}.x" if by_sass else f"CUDA {self.cuda} (to compile the wheel's PTX)"
+        return Reason(
+            ReasonKind.DRIVER,
+            f"the driver supports CUDA {driver[0]}.{driver[1]}, {self.distribution} needs {needs}; "
+            "install a newer NVIDIA driver",
+        )
+
+
+def families() -> tuple[Family, ...]:
+    """Every family that astrai-core knows of or that is installed, in order of name.
+
+    A family that cannot be used carries a `reason`; whether it serves a certain GPU is said by
+    ``reason_on(index)``.
+    """
+    return tuple(_registry().values())
+
+
+def family(name: str) -> Family:
+    """One of `families()`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    try:
+        return _registry()[name]
+    except KeyError:
+        known = ", ".join(_registry())
+        raise ValueError(f"family: expected one of {known}, got {name!r}") from None
+
+
+def forget() -> None:
+    """Makes the next question read the installed distributions again."""
+    with _lock:
+        _registry.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _registry() -> dict[str, Family]:
+    with _lock:
+        found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+        for entry in importlib.metadata.entry_points(group=GROUP):
+            # A distribution that stands on sys.path twice is still one.
+            seen = found.setdefault(entry.name, [])
+            if all((e.value, _owner(e)) != (entry.value, _owner(entry)) for e in seen):
+                seen.append(entry)
+        registry = {name: _read(name, entries) for name, entries in found.items()}
+        for name in _extras():
+            if name not in registry:
+                registry[name] = Family(
+                    name,
+                    f"astrai-{name}",
+                    reason=Reason(
+                        ReasonKind.NOT_INSTALLED,
+                        f'astrai-{name} is not installed; pip install "astrai-core[{name}]"',
+                    ),
+                )
+        return dict(sorted(registry.items()))
+
+
+def _extras() -> Iterable[str]:
+    """The families that this package's own metadata offers as extras."""
+    try:
+        metadata = importlib.metadata.metadata("astrai-core")
+    except importlib.metadata.PackageNotFoundError:  # imported from a source tree
+        return ()
+    requirements = "\n".join(metadata.get_all("Requires-Dist") or ())
+    return [
+        extra
+        for extra in metadata.get_all("Provides-Extra") or ()
+        if re.search(rf"^astrai-{re.escape(extra)}\b", requirements, re.MULTILINE)
+    ]
+
+
+def _owner(entry: importlib.metadata.EntryPoint) -> tuple[str, str | None]:
+    return (entry.dist.name, entry.dist.version) if entry.dist else (f"astrai-{entry.name}", None)
+
+
+def _read(name: str, entries: list[importlib.metadata.EntryPoint]) -> Family:
+    distribution, version = _owner(entries[0])
+    result = Family(name, distribution, version)
+    if len(entries) > 1:
+        owners = " and ".join(sorted(_owner(entry)[0] for entry in entries))
+        result.reason = Reason(
+            ReasonKind.DUPLICATE,
+            f"{owners} both provide the family {name!r}; pip uninstall one of them",
+        )
+        return result
+    try:
+        manifest = entries[0].load()
+        _fill(result, manifest)
+    except _BadManifestError as error:
+        result.reason = Reason(
+            ReasonKind.BAD_MANIFEST, f"{entries[0].value}: {error}; {_reinstall(result)}"
+        )
+    except Exception as error:
+        result.reason = Reason(
+            ReasonKind.IMPORT_ERROR,
+            f"importing {entries[0].value} failed: {_one_line(error)}; {_reinstall(result)}",
+        )
+    return result
+
+
+class _BadManifestError(Exception):
+    pass
+
+
+def _fill(result: Family, manifest: ModuleType) -> None:
+    def field_of(name: str, *types: type) -> Any:
+        value = getattr(manifest, name, _BadManifestError)
+        if not isinstance(value, types) or isinstance(value, bool):
+            expected = " or ".join("None" if t is type(None) else t.__name__ for t in types)
+            found = "nothing" if value is _BadManifestError else repr(value)
+            raise _BadManifestError(f"{name}: expected {expected}, got {found}")
+        return value
+
+    # The contract first: a later one may change what else there is.
+    result.contract = field_of("CONTRACT", int)
+    if result.contract != CONTRACT:
+        newer = result.contract > CONTRACT
+        command = "pip install -U astrai-core" if newer else f"pip install -U {result.distribution}"
+        result.reason = Reason(
+            ReasonKind.CONTRACT,
+            f"{result.distribution} {result.version} speaks contract {result.contract}, "
+            f"astrai-core speaks {CONTRACT}; {command}",
+        )
+        return
+    if field_of("NAME", str) != result.name:
+        raise _BadManifestError(f"NAME: expected {result.name!r}, got {manifest.NAME!r}")
+    result.package = field_of("PACKAGE", str)
+    result.native = field_of("NATIVE", str)
+    result.cuda = field_of("CUDA", str, type(None))
+    result.sass = _arches("SASS", field_of("SASS", tuple))
+    result.ptx = _arches("PTX", field_of("PTX", tuple))
+    result.ops = {op: tuple(dtypes) for op, dtypes in field_of("OPS", dict).items()}
+    if result.cuda is None or not result.sass + result.ptx:
+        result.reason = Reason(
+            ReasonKind.NO_KERNELS,
+            f"{result.distribution} was built without kernels (CSRC_KERNELS=false); "
+            + _reinstall(result),
+        )
+
+
+def _arches(name: str, values: tuple[Any, ...]) -> tuple[str, ...]:
+    for value in values:
+        try:
+            arch.parse(value)
+        except (TypeError, ValueError) as error:
+            raise _BadManifestError(f"{name}: {error}") from error
+    return values
+
+
+def _reinstall(family: Family) -> str:
+    return f"pip install --force-reinstall --no-cache-dir --no-deps {family.distribution}"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

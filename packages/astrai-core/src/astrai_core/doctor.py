@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m astrai_core doctor``: what this machine has, what is used, and why not the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import arch, device, tables
+from .discovery import CONTRACT, families
+from .recording import explain
+from .ops import linear, swiglu
+from .policy import OPS, mode, use
+
+_M, _N, _K = 2, 256, 512
+
+
+@dataclass(frozen=True)
+class Check:
+    """One real call of an op on a device.
+
+    Attributes:
+        op: name of the op.
+        device: where it ran.
+        demanded: the implementation that was demanded, ``auto`` if none was.
+        chosen: the implementation that ran, None where the call failed.
+        passed_over: why the other one did not run.
+        error: what is wrong, None if the result is right.
+        relative_error: root mean square error over that of the float64 reference.
+    """
+
+    op: str
+    device: str
+    demanded: str
+    chosen: str | None
+    passed_over: dict[str, str]
+    error: str | None
+    relative_error: float | None
+
+
+def diagnose() -> dict[str, Any]:
+    """Everything the doctor knows, as JSON types; runs one call per op, device and implementation."""
+    driver = device.driver_version()
+    gpus = []
+    for index in range(device.count()):
+        capability = device.capability(index)
+        assert capability is not None
+        name = f"sm_{arch.name(capability)}"
+        table = name if capability in tables.available() else "inherited"
+        gpus.append({"index": index, "name": torch.cuda.get_device_name(index), "arch": name})
+        gpus[-1]["table"] = table if tables.rows_for(capability) else "none"
+    checks = [check for place in _places() for op in OPS for check in _checks(op, place)]
+    return {
+        "machine": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "torch_cuda": torch.version.cuda,
+            "driver_cuda": None if driver is None else f"{driver[0]}.{driver[1]}",
+            "no_gpu_because": None if gpus else device.why_none(),
+        },
+        "astrai_core": {"version": _version(), "contract": CONTRACT},
+        "gpus": gpus,
+        "selection": {spec.variable: mode(op) for op, spec in OPS.items()},
+        "families": [_family(f) for f in families()],
+        "checks": [vars(check) for check in checks],
+    }
+
+
+def healthy(report: dict[str, Any]) -> bool:
+    """False if a GPU is present and an installed family cannot run on it, or a result is wrong."""
+    if any(check["error"] for check in report["checks"]):
+        return False
+    installed = [f for f in report["families"] if f["version"] is not None]
+    return not report["gpus"] or not any(f["reason"] or f["reason_by_gpu"] for f in installed)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("astrai-core")
+    except metadata.PackageNotFoundError:
+        return "source tree"
+
+
+def _family(found: Any) -> dict[str, Any]:
+    by_gpu = {}
+    # The module is loaded here, so that a broken one is named even where no call would use it.
+    for op in found.ops:
+        found.op(op)
+    for index in range(device.count()):
+        if found.reason is None and (reason := found.reason_on(index)) is not None:
+            by_gpu[f"cuda:{index}"] = {"kind": reason.kind.value, "text": reason.text}
+    reason = found.reason
+    return {
+        "name": found.name,
+        "distribution": found.distribution,
+        "version": found.version,
+        "contract": found.contract,
+        "cuda": found.cuda,
+        "sass": list(found.sass),
+        "ptx": list(found.ptx),
+        "ops": {op: list(dtypes) for op, dtypes in found.ops.items()},
+        "reason": reason and {"kind": reason.kind.value, "text": reason.text},
+        "reason_by_gpu": by_gpu,
+    }
+
+
+def _places() -> list[torch.device]:
+    gpus = [torch.device("cuda", index) for index in range(device.count())]
+    return gpus or [torch.device("cpu")]
+
+
+def _checks(op: str, place: torch.device) -> list[Check]:
+    found = [_check(op, place, None)]
+    spec = OPS[op]
+    family = next((f for f in families() if f.name == spec.family), None)
+    usable = family is not None and place.type == "cuda" and family.reason_on(place.index) is None
+    if usable and found[0].chosen != spec.family:
+        found.append(_check(op, place, spec.family))
+    return found
+
+
+def _check(op: str, place: torch.device, demanded: str | None) -> Check:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        values: Tensor = torch.randn(shape, generator=generator) * shape[-1] ** -0.25
+        return values.to(place, torch.bfloat16)
+
+    x, up, gate = randn(_M, _K), randn(_N, _K), randn(_N, _K)
+    exact = x.double() @ up.double().T
+    if op == "swiglu":
+        g = x.double() @ gate.double().T
+        exact = exact * g * torch.sigmoid(g)
+    where = str(place)
+    passed_over: dict[str, str] = {}
+    try:
+        with torch.no_grad(), explain() as report, use(**({op: demanded} if demanded else {})):
+            y = swiglu(x, up, gate) if op == "swiglu" else linear(x, up)
+        row = next(row for row in report.rows if row.op == op)
+        passed_over = dict(row.passed_over)
+        relative = float((y.double() - exact).norm() / exact.norm())
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return Check(op, where, demanded or "auto", None, passed_over, text, None)
+    # bf16 operands are exact here; the outputs' roundings are 2^-9 each.
+    wrong = None if relative < 1e-2 else f"relative error {relative:.3g}, expected below 0.01"
+    return Check(op, where, demanded or "auto", row.chosen, passed_over, wrong, relative)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the subcommand's arguments."""
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the diagnosis; 0 if all that is installed can run on the GPUs that are present."""
+    report = diagnose()
+    print(json.dumps(report, indent=2) if args.json else _text(report))
+    return 0 if healthy(report) else 1
+
+
+def _text(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    lines = [
+        f"python {machine['python']}, torch {machine['torch']} (CUDA {machine['torch_cuda']}), "
+        f"driver for CUDA {machine['driver_cuda']}",
+        f"astrai-core {report['astrai_core']['version']}",
+        "",
+        "GPUs",
+    ]
+    for gpu in report["gpus"]:
+        lines.append(f"  cuda:{gpu['index']}  {gpu['name']}  {gpu['arch']}  table: {gpu['table']}")
+    if machine["no_gpu_because"]:
+        lines.append(f"  none: {machine['no_gpu_because']}")
+    lines += ["", "Families"]
+    for found in report["families"]:
+        version = found["version"] or "-"
+        lines.append(f"  {found['name']:<11} {version}")
+        if found["cuda"]:
+            images = [*found["sass"], *(f"{ptx} (PTX)" for ptx in found["ptx"])]
+            lines.append(f"    CUDA {found['cuda']}, code for {', '.join(images)}")
+            lines.append(f"    ops: {', '.join(found['ops'])}")
+        if found["reason"]:
+            lines.append(f"    not used: {found['reason']['text']}")
+        for where, reason in found["reason_by_gpu"].items():
+            lines.append(f"    not used on {where}: {reason['text']}")
+    lines += ["", "Ops"]
+    for check in report["checks"]:
+        outcome = check["error"] or f"right (relative error {check['relative_error']:.1e})"
+        lines.append(
+            f"  {check['op']:<7} {check['device']:<7} {check['demanded']}: "
+            f"{check['chosen'] or 'failed'}, {outcome}"
+        )
+        lines += [f"    {name}: {why}" for name, why in check["passed_over"].items()]
+    for variable, value in report["selection"].items():
+        lines.append(f"  {variable}={value}")
+    return "\n".join(lines)

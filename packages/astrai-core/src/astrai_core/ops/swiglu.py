@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""swiglu: the gated product of two projections."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import recording
+from ..policy import Decision, decide, describe, obstacle_in
+from .linear import linear
+
+__all__ = ["swiglu"]
+
+
+def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
+    """``(x @ up_weight.T) * silu(x @ gate_weight.T)``.
+
+    For 1 to 8 tokens in bf16 on a GPU one kernel of the gemv family may compute all of it, with the
+    roundings of the unfused computation; selected by `use`, then ``ASTRAI_SWIGLU``, then the measured
+    table. Otherwise the two projections are calls of `linear`, and torch multiplies.
+
+    Args:
+        x: ``[..., K]``.
+        up_weight: ``[N, K]``.
+        gate_weight: ``[N, K]``.
+
+    Returns:
+        ``[..., N]``.
+
+    Raises:
+        RuntimeError: `use` demands the kernel and it cannot serve the call.
+        ValueError: ``ASTRAI_SWIGLU`` (or ``ASTRAI_GEMV``) is none of 0, 1, auto.
+        Exception: what torch raises for operands that do not fit.
+    """
+    if torch.compiler.is_compiling():
+        # It needs torch._dynamo, whose import takes a second.
+        from ._traced import traced_kernel
+
+        kernel = traced_kernel("swiglu", x, (up_weight, gate_weight), None)
+        if kernel is None:
+            return linear(x, up_weight) * F.silu(linear(x, gate_weight))
+        y: Tensor = kernel(x.view(-1, x.shape[-1]), up_weight, gate_weight)
+        return y.view(*x.shape[:-1], up_weight.shape[0])
+    decision = _decide(x, up_weight, gate_weight)
+    if decision.kernel is None:
+        return linear(x, up_weight) * F.silu(linear(x, gate_weight))
+    if x.dim() <= 2:
+        return decision.kernel(x, up_weight, gate_weight)  # type: ignore[no-any-return]
+    y = decision.kernel(x.view(-1, x.shape[-1]), up_weight, gate_weight)
+    return y.view(*x.shape[:-1], up_weight.shape[0])
+
+
+def _decide(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Decision:
+    obstacle = obstacle_in(x, (up_weight, gate_weight), None)
+    if obstacle is None:
+        if x.dim() == 0 or up_weight.shape != gate_weight.shape or x.shape[-1] != up_weight.shape[1]:
+            obstacle = "the shapes do not fit"
+        elif any(
+            t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 8)
+            for t in (x, up_weight, gate_weight)
+        ):
+            obstacle = "an operand's rows do not start on 16 bytes"
+    n = up_weight.shape[0] if up_weight.dim() else 0
+    call = describe("swiglu", x if x.dim() else x[None], n, obstacle)
+    decision = decide(call)
+    if reports := recording.active():
+        recording.record(
+            reports,
+            "swiglu",
+            f"x {[*x.shape]} up, gate {[*up_weight.shape]}",
+            str(x.dtype).removeprefix("torch."),
+            str(x.device),
+            decision.chosen,
+            decision.passed_over,
+        )
+    return decision

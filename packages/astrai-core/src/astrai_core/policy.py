@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selects an implementation for a call: context > environment > measured table > torch.
+
+An op describes its call as a `Call`, which is hashable: the decision for it is computed once. What can
+change between two equal calls (the context, the environment) is part of the description.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import device, discovery, tables
+
+TORCH = "torch"
+MAX_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """An op that a family implements too.
+
+    Attributes:
+        name: name of the op in astrai_core.
+        family: the family that has a kernel for it.
+        kernel: the op's name there.
+        variable: environment variable that selects: 0, 1 or auto.
+    """
+
+    name: str
+    family: str
+    kernel: str
+    variable: str
+
+
+OPS = {
+    "linear": OpSpec("linear", "gemv", "bf16_gemv", "ASTRAI_GEMV"),
+    "swiglu": OpSpec("swiglu", "gemv", "bf16_swiglu", "ASTRAI_SWIGLU"),
+}
+
+_context: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+    "astrai_use", default=MappingProxyType({})
+)
+
+
+@contextlib.contextmanager
+def use(**implementations: str) -> Iterator[None]:
+    """Demands an implementation for ops, in this thread or task, until the end of the block.
+
+    ``with use(linear="gemv", swiglu="torch"): ...``. The demand is strict: a call that the
+    implementation cannot serve raises RuntimeError with the reason. Blocks nest; the inner one wins.
+
+    Args:
+        implementations: for each op (``linear``, ``swiglu``) ``torch`` or the name of its family.
+
+    Raises:
+        ValueError: an op or an implementation of another name.
+    """
+    for op, implementation in implementations.items():
+        if op not in OPS:
+            raise ValueError(f"use: expected an op of {', '.join(OPS)}, got {op!r}")
+        allowed = (TORCH, OPS[op].family)
+        if implementation not in allowed:
+            raise ValueError(
+                f"{op}: expected one of {', '.join(allowed)}, got {implementation!r}"
+            )
+    token = _context.set({**_context.get(), **implementations})
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+class Call(NamedTuple):
+    """What a decision depends on.
+
+    Attributes:
+        op: key of `OPS`.
+        demanded: implementation that the context demands, or None.
+        mode: value of the op's environment variable.
+        gpu: CUDA device of x, -1 on another device.
+        m: tokens: the product of x's leading dimensions.
+        n: outputs.
+        k: reduction length.
+        obstacle: what keeps the kernel from this call whatever it is, or None.
+    """
+
+    op: str
+    demanded: str | None
+    mode: str
+    gpu: int
+    m: int
+    n: int
+    k: int
+    obstacle: str | None
+
+
+class Decision(NamedTuple):
+    """The outcome for a `Call`: `kernel` is None where torch runs."""
+
+    chosen: str
+    kernel: Callable[..., Any] | None
+    passed_over: Mapping[str, str]
+
+
+def describe(op: str, x: Tensor, n: int, obstacle: str | None) -> Call:
+    """A `Call` of `op` on x, with the selection that is in force now."""
+    k = x.shape[-1]
+    return Call(
+        op,
+        selected(op),
+        mode(op),
+        x.get_device(),
+        x.numel() // k if k else 0,
+        n,
+        k,
+        obstacle,
+    )
+
+
+def selected(op: str) -> str | None:
+    """The implementation that `use` demands for an op here, or None."""
+    return _context.get().get(op)
+
+
+def mode(op: str) -> str:
+    """The value of the op's environment variable: ``0``, ``1`` or ``auto``, which is the default.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    variable = OPS[op].variable
+    value = os.environ.get(variable, "auto")
+    if value not in ("0", "1", "auto"):
+        raise ValueError(f"{variable}: expected 0, 1 or auto, got {value!r}")
+    return value
+
+
+def decide(call: Call) -> Decision:
+    """The implementation for a call.
+
+    Raises:
+        RuntimeError: the context demands a kernel that cannot serve the call.
+    """
+    decision = _decide(call)
+    if decision.kernel is None and decision.chosen != TORCH:
+        reason = decision.passed_over[decision.chosen]
+        raise RuntimeError(f"{call.op}: {decision.chosen} is demanded by use(): {reason}")
+    return decision
+
+
+@functools.lru_cache(maxsize=8192)
+def _decide(call: Call) -> Decision:
+    spec = OPS[call.op]
+    if call.demanded == TORCH:
+        return Decision(TORCH, None, {spec.family: "use() demands torch"})
+    obstacle = _not_selected(call, spec) or call.obstacle or _unsupported(call)
+    kernel = None
+    if obstacle is None:
+        family = discovery.family(spec.family)
+        reason = family.reason_on(call.gpu)
+        if reason is None:
+            kernel = family.op(spec.kernel)
+            reason = family.reason
+        obstacle = None if reason is None else reason.text
+    if obstacle is None and call.demanded is None and call.mode == "auto":
+        obstacle = _outside_table(call, spec)
+    if obstacle is None:
+        if call.demanded is not None:
+            why = f"use() demands {spec.family}"
+        elif call.mode == "1":
+            why = f"{spec.variable}=1"
+        else:
+            why = "the measured table prefers the kernel"
+        return Decision(spec.family, kernel, {TORCH: why})
+    if call.demanded == spec.family:
+        return Decision(spec.family, None, {spec.family: obstacle})
+    return Decision(TORCH, None, {spec.family: obstacle})
+
+
+def _not_selected(call: Call, spec: OpSpec) -> str | None:
+    if call.demanded is None and call.mode == "0":
+        return f"{spec.variable}=0"
+    return None
+
+
+def _unsupported(call: Call) -> str | None:
+    if call.gpu < 0:
+        return "x is not on a CUDA device"
+    if not 1 <= call.m <= MAX_TOKENS:
+        return f"M = {call.m}: the kernel takes 1 to {MAX_TOKENS} tokens"
+    if call.n < 1 or call.k < 1:
+        return f"N = {call.n}, K = {call.k}: nothing to compute"
+    if call.op == "swiglu" and call.k % 8:
+        return f"K = {call.k} is not divisible by 8"
+    return None
+
+
+def _outside_table(call: Call, spec: OpSpec) -> str | None:
+    capability = device.capability(call.gpu)
+    if capability is None:
+        return device.why_none()
+    rows = [
+        row
+        for row in tables.rows_for(capability)
+        if row.op == call.op and row.implementation == spec.family
+    ]
+    if any(row.covers(call.m, call.n, call.k) for row in rows):
+        return None
+    name = f"sm_{capability[0]}{capability[1]}"
+    if not rows:
+        return f"no measurement on {name} prefers the kernel ({spec.variable}=1 forces it)"
+    return (
+        f"M = {call.m}, N = {call.n}, K = {call.k} is outside the bands of {name} in which the "
+        f"kernel is faster ({spec.variable}=1 forces it)"
+    )
+
+
+def obstacle_in(x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> str | None:
+    """What in the tensors of a call rules a bf16 kernel out: the first thing, as a sentence."""
+    tensors = (x, *weights) if bias is None else (x, *weights, bias)
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return f"{type(tensor).__name__} is no plain tensor"
+        if tensor.dtype is not torch.bfloat16:
+            return f"{str(tensor.dtype).removeprefix('torch.')} operands: the kernel takes bfloat16"
+        if grad and tensor.requires_grad:
+            return "training: an operand requires grad, and the kernel has no backward"
+        if tensor.get_device() != x.get_device():
+            return "operands on different devices"
+    if not x.is_contiguous():
+        return "x is not contiguous"
+    for weight in weights:
+        if weight.dim() != 2 or weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+            return "the rows of a weight are not contiguous"
+    if bias is not None and not bias.is_contiguous():
+        return "bias is not contiguous"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is active"
+    if _is_wrapped(x):
+        return "functorch transforms the call"
+    return None
+
+
+def _is_wrapped(x: Tensor) -> bool:
+    functorch = getattr(torch._C, "_functorch", None)
+    return functorch is not None and bool(functorch.is_functorch_wrapped_tensor(x))
+
+
+def forget() -> None:
+    """Drops all decisions; the next calls look at families and devices again."""
+    _decide.cache_clear()
+    discovery.forget()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch plans are pure functions: tested for GPUs that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from astrai_gemv import _gemv
+from hypothesis import given
+from hypothesis import strategies as st
+
+KB = 1024
+H200 = _gemv.DeviceInfo(
+    sm_count=132, device_arch=90, image_arch=90, smem_per_sm=228 * KB, smem_per_block=227 * KB
+)
+# compute_80 PTX compiled by the driver of the same GPU.
+H200_PTX80 = _gemv.DeviceInfo(
+    sm_count=132, device_arch=90, image_arch=80, smem_per_sm=228 * KB, smem_per_block=227 * KB
+)
+L20 = _gemv.DeviceInfo(
+    sm_count=92, device_arch=89, image_arch=89, smem_per_sm=100 * KB, smem_per_block=99 * KB
+)
+RTX_5090 = _gemv.DeviceInfo(
+    sm_count=170, device_arch=120, image_arch=120, smem_per_sm=100 * KB, smem_per_block=99 * KB
+)
+DEVICES = {"h200": H200, "h200-ptx80": H200_PTX80, "l20": L20, "rtx5090": RTX_5090}
+
+
+def plan(device: Any = H200, **changes: Any) -> dict[str, Any]:
+    problem = {
+        "m": 1,
+        "n": 4096,
+        "k": 4096,
+        "row_stride": changes.get("k", 4096),
+        "weight_address": 0,
+        "x_address": 0,
+        "swiglu": False,
+    }
+    return _gemv.plan_gemv(**{**problem, **changes}, device=device)
+
+
+@pytest.mark.parametrize(
+    ("changes", "source"),
+    [
+        ({}, "aligned"),
+        ({"swiglu": True}, "swiglu"),
+        ({"k": 4095}, "unaligned"),
+        ({"k": 4092}, "unaligned"),
+        ({"weight_address": 2}, "unaligned"),
+        ({"x_address": 8}, "unaligned"),
+        ({"row_stride": 4100}, "unaligned"),
+        ({"row_stride": 4104}, "aligned"),
+        ({"n": 1, "row_stride": 4100}, "aligned"),
+    ],
+)
+def test_row_source(changes: dict[str, Any], source: str) -> None:
+    assert plan(**changes)["source"] == source
+
+
+@pytest.mark.parametrize(("k", "resident"), [(8, True), (4096, True), (4097, False), (8192, False)])
+def test_x_stays_in_registers_up_to_4096(k: int, resident: bool) -> None:
+    assert plan(k=k)["resident"] is resident
+
+
+def test_dependent_launch_follows_the_image_not_the_gpu() -> None:
+    # compute_80 code has no griddepcontrol.wait: launched early, it would read too early.
+    assert plan(H200)["programmatic"] is True
+    assert plan(H200_PTX80)["programmatic"] is False
+    assert plan(L20)["programmatic"] is False
+    norm = {"hidden": 4096, "aligned": True}
+    assert _gemv.plan_add_rms_norm(**norm, device=H200)["programmatic"] is True
+    assert _gemv.plan_add_rms_norm(**norm, device=H200_PTX80)["programmatic"] is False
+
+
+@given(
+    m=st.integers(1, 8),
+    n=st.integers(1, 300_000),
+    k=st.integers(1, 70_000),
+    pad=st.integers(0, 9),
+    weight_address=st.integers(0, 7).map(lambda e: 2 * e),
+    x_address=st.integers(0, 7).map(lambda e: 2 * e),
+    name=st.sampled_from(sorted(DEVICES)),
+)
+def test_any_problem_fits_any_device(
+    m: int, n: int, k: int, pad: int, weight_address: int, x_address: int, name: str
+) -> None:
+    device = DEVICES[name]
+    found = plan(
+        device,
+        m=m,
+        n=n,
+        k=k,
+        row_stride=k + pad,
+        weight_address=weight_address,
+        x_address=x_address,
+    )
+    assert 1 <= found["grid"] <= min(n, device.sm_count)
+    ctas = 2 if name == "h200" else 1
+    assert ctas * (found["smem_bytes"] + KB) <= device.smem_per_sm
+    if found["source"] == "aligned":
+        assert k % 8 == 0 and weight_address % 16 == 0 and x_address % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"m": 0}, "m: expected 1..8, got 0"),
+        ({"m": 9}, "m: expected 1..8, got 9"),
+        ({"n": 0}, "n: expected at least 1, got 0"),
+        ({"k": 0}, "k: expected at least 1, got 0"),
+        ({"row_stride": 4000}, "row_stride: expected at least k = 4096, got 4000"),
+    ],
+)
+def test_impossible_problems(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
+
+
+def test_a_device_without_enough_shared_memory() -> None:
+    small = _gemv.DeviceInfo(
+        sm_count=40, device_arch=75, image_arch=80, smem_per_sm=64 * KB, smem_per_block=64 * KB
+    )
+    with pytest.raises(RuntimeError, match=r"needs \d+ bytes of shared memory per block"):
+        plan(small)
+
+
+@given(hidden=st.integers(1, 100_000), aligned=st.booleans())
+def test_norm_plan(hidden: int, aligned: bool) -> None:
+    found = _gemv.plan_add_rms_norm(hidden=hidden, aligned=aligned, device=H200)
+    assert found["threads"] % 32 == 0 and 32 <= found["threads"] <= 1024
+    assert hidden % found["vector"] == 0
+    assert found["vector"] == (8 if aligned and hidden % 8 == 0 else 1)

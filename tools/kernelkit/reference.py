@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""References in float64.
+
+Where an op keeps the bf16 rounding boundaries of the computation that it fuses, so does the
+reference: an exact one would charge the op with the rounding that its contract demands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def round_bf16(x: Tensor) -> Tensor:
+    """The float64 values that a bf16 tensor of `x` holds."""
+    # Through fp32, as kernels accumulate: a direct conversion differs on no value that fp32 holds.
+    return x.float().bfloat16().double()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: x ``[..., K]``, weight ``[N, K]``, bias ``[N]``."""
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
+    """``(x @ up.T) * silu(x @ gate.T)`` without a rounding in between."""
+    gate = linear(x, gate_weight)
+    return linear(x, up_weight) * (gate * torch.sigmoid(gate))
+
+
+def swiglu_bf16(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
+    """`swiglu` with both projections, the SiLU output and the product rounded to bf16."""
+    up = round_bf16(linear(x, up_weight))
+    gate = round_bf16(linear(x, gate_weight))
+    return round_bf16(up * round_bf16(gate * torch.sigmoid(gate)))
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``(y, h)`` as a Llama layer has it, with its bf16 roundings.
+
+    ``h = bf16(x + residual)`` goes on as the residual; ``y = bf16(weight * bf16(h / rms(h)))``.
+    """
+    h = round_bf16(x.double() + residual.double())
+    normed = round_bf16(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps))
+    return round_bf16(weight.double() * normed), h

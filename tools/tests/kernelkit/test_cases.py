@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from kernelkit.cases import CHAINS, GemvCase, NormCase, SwigluCase
+
+
+def test_labels_and_counts():
+    case = GemvCase(4, 4096, 4095, bias=True)
+    assert case.label == "M=4,N=4096,K=4095,bias"
+    assert GemvCase(1, 2, 3).bytes_moved == 2 * (6 + 3 + 2)
+    assert GemvCase(2, 3, 5).flops == 60
+    assert SwigluCase(1, 2, 8).bytes_moved == 2 * (32 + 8 + 2)
+    assert NormCase(2, 8).bytes_moved == 2 * (4 * 16 + 8)
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda c: c.model)
+def test_each_projection_reads_something_wide_enough(chain):
+    widths = {None: chain.hidden}
+    for projection in chain.projections:
+        assert widths[projection.source] >= projection.k
+        widths[projection.name] = projection.n
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("LLaMA 2 7B", 6.48),
+        ("LLaMA 3 8B", 6.98),
+        ("LLaMA 2 13B", 12.69),
+        ("GPT-NeoX 20B", 19.93),
+        ("Qwen2 7B", 6.53),
+        ("LLaMA 3 70B", 68.45),
+        ("OPT 1.3B", 1.21),
+    ],
+)
+def test_parameters_in_the_projections(model, billions):
+    chain = next(c for c in CHAINS if c.model == model)
+    assert chain.layers * chain.weight_bytes / 2e9 == pytest.approx(billions, abs=0.01)
