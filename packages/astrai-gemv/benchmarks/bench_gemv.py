@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from astrai_gemv import add_rms_norm, bf16_gemv, bf16_swiglu
 from kernelkit import reference, timing
 from kernelkit.cases import (
@@ -29,7 +31,6 @@ from kernelkit.cases import (
     SwigluCase,
 )
 from kernelkit.results import Environment, Row, merge, results_path
-from torch import Tensor
 
 BF16 = torch.bfloat16
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -178,7 +179,9 @@ def bench_chains(env: Environment) -> Iterator[Row]:
             ref = work.run(F.linear, 1)
             for provider, linear in LINEARS.items():
                 if differing := argmax_differs(work.run(linear, 1), ref):
-                    raise AssertionError(f"{chain.model}, M={m}: {differing} rows choose differently")
+                    raise AssertionError(
+                        f"{chain.model}, M={m}: {differing} rows choose differently"
+                    )
                 graph = timing.capture([partial(work.run, linear, layers)])
                 yield env.row(
                     "gemv",
@@ -196,7 +199,9 @@ def bench_host(env: Environment) -> Iterator[Row]:
     x, w = randn(1, 64), randn(64, 64)
     for provider in ("cublas", "astrai"):
         call = partial(LINEARS[provider], x, w)
-        yield env.row("gemv", "host", "bf16_gemv,M=1,N=64,K=64", provider, timing.host_time_us(call))
+        yield env.row(
+            "gemv", "host", "bf16_gemv,M=1,N=64,K=64", provider, timing.host_time_us(call)
+        )
 
 
 BENCHMARKS = {
@@ -220,7 +225,10 @@ def main() -> None:
             rows = []
             for row in BENCHMARKS[name](env):
                 rows.append(row)
-                print(f"{row.op:13} {row.case:32} {row.provider:14} {row.median_us:9.2f} us", flush=True)
+                print(
+                    f"{row.op:13} {row.case:32} {row.provider:14} {row.median_us:9.2f} us",
+                    flush=True,
+                )
             merge(results_path(args.results, env.gpu, "gemv"), rows)
             torch.cuda.empty_cache()
 

@@ -124,10 +124,11 @@ py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::ha
   params.n = static_cast<int>(n);
   params.k = tokens.k;
   params.static_weights = static_weights;
-  const gemv::GemvPlan plan =
-      gemv::plan_gemv({tokens.m, params.n, tokens.k, params.row_stride, weight.address(), x.address(),
-                       /*swiglu=*/false},
-                      gemv::device_info(device));
+  const gemv::GemvPlan plan = gemv::plan_gemv(
+      {tokens.m, params.n, tokens.k, params.row_stride, weight.address(), x.address(),
+       /*swiglu=*/false},
+      gemv::device_info(device));
+  params.window = plan.window;
   params.out = out.allocate();
   astrai::DeviceGuard guard(device);
   gemv::launch_gemv(params, plan, device, torch.current_stream(x.device()));
@@ -135,8 +136,10 @@ py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::ha
 }
 
 void check_aligned(const TensorView& tensor) {
-  if (tensor.address() % 16 != 0 || (tensor.rank() == 2 && tensor.stride(0) % 8 != 0 && tensor.size(0) > 1))
-    throw ValueError(concat(tensor.name(), ": expected rows that start on 16 bytes, got an offset of ",
+  if (tensor.address() % 16 != 0 ||
+      (tensor.rank() == 2 && tensor.stride(0) % 8 != 0 && tensor.size(0) > 1))
+    throw ValueError(concat(tensor.name(),
+                            ": expected rows that start on 16 bytes, got an offset of ",
                             tensor.address() % 16, " bytes and a row stride of ",
                             tensor.rank() == 2 ? tensor.stride(0) : 0, " elements"));
 }
@@ -148,8 +151,7 @@ py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::hand
   const TensorView up = torch.view("up_weight", up_);
   const TensorView gate = torch.view("gate_weight", gate_);
   const Tokens tokens(x);
-  if (tokens.k % 8 != 0)
-    throw ValueError(concat("x: expected K divisible by 8, got ", tokens.k));
+  if (tokens.k % 8 != 0) throw ValueError(concat("x: expected K divisible by 8, got ", tokens.k));
   check_weight(up, tokens.k);
   check_weight(gate, tokens.k);
   const int64_t n = up.size(0);
@@ -178,6 +180,7 @@ py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::hand
   const gemv::GemvPlan plan =
       gemv::plan_gemv({tokens.m, params.n, tokens.k, params.row_stride, 0, 0, /*swiglu=*/true},
                       gemv::device_info(device));
+  params.window = plan.window;
   params.out = out.allocate();
   astrai::DeviceGuard guard(device);
   gemv::launch_swiglu(params, plan, device, torch.current_stream(x.device()));
@@ -228,12 +231,13 @@ py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, 
 
 py::dict plan_dict(int m, int n, int k, int64_t row_stride, uint64_t weight_address,
                    uint64_t x_address, bool swiglu, const astrai::DeviceInfo& device) {
-  const gemv::GemvPlan plan = gemv::plan_gemv(
-      {m, n, k, row_stride, weight_address, x_address, swiglu}, device);
+  const gemv::GemvPlan plan =
+      gemv::plan_gemv({m, n, k, row_stride, weight_address, x_address, swiglu}, device);
   static const char* const kSources[] = {"aligned", "unaligned", "swiglu"};
   py::dict result;
   result["source"] = kSources[static_cast<int>(plan.source)];
   result["resident"] = plan.resident;
+  result["window"] = plan.window;
   result["grid"] = plan.grid;
   result["smem_bytes"] = plan.smem_bytes;
   result["programmatic"] = plan.programmatic;
@@ -262,14 +266,17 @@ PYBIND11_MODULE(_gemv, m) {
   m.def("plan_gemv", &plan_dict, py::kw_only(), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("row_stride"), py::arg("weight_address"), py::arg("x_address"), py::arg("swiglu"),
         py::arg("device"));
-  m.def("plan_add_rms_norm", [](int hidden, bool aligned, const astrai::DeviceInfo& device) {
-          const gemv::AddRmsNormPlan plan = gemv::plan_add_rms_norm(hidden, aligned, device);
-          py::dict result;
-          result["vector"] = plan.vector;
-          result["threads"] = plan.threads;
-          result["programmatic"] = plan.programmatic;
-          return result;
-        }, py::kw_only(), py::arg("hidden"), py::arg("aligned"), py::arg("device"));
+  m.def(
+      "plan_add_rms_norm",
+      [](int hidden, bool aligned, const astrai::DeviceInfo& device) {
+        const gemv::AddRmsNormPlan plan = gemv::plan_add_rms_norm(hidden, aligned, device);
+        py::dict result;
+        result["vector"] = plan.vector;
+        result["threads"] = plan.threads;
+        result["programmatic"] = plan.programmatic;
+        return result;
+      },
+      py::kw_only(), py::arg("hidden"), py::arg("aligned"), py::arg("device"));
   m.def("bf16_gemv", &bf16_gemv, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("out"),
         py::arg("static_weights"));
   m.def("bf16_swiglu", &bf16_swiglu, py::arg("x"), py::arg("up_weight"), py::arg("gate_weight"),

@@ -9,10 +9,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from astrai_gemv import add_rms_norm, bf16_gemv, bf16_swiglu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
+
+from astrai_gemv import add_rms_norm, bf16_gemv, bf16_swiglu
 
 BF16 = torch.bfloat16
 
@@ -27,18 +28,48 @@ GEMV_ERRORS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("x on the CPU", ValueError, "x: expected a CUDA tensor, got one on the CPU", {}),
     ("M above 8", ValueError, r"x: expected M in 1\.\.8, got 9", {"x": ones(9, 64)}),
     ("M of 0", ValueError, r"x: expected M in 1\.\.8, got 0", {"x": ones(0, 64)}),
-    ("K of 0", ValueError, r"x: expected K in 1\.\..*, got 0", {"x": ones(2, 0), "weight": ones(32, 0)}),
+    (
+        "K of 0",
+        ValueError,
+        r"x: expected K in 1\.\..*, got 0",
+        {"x": ones(2, 0), "weight": ones(32, 0)},
+    ),
     ("x 3-D", ValueError, r"x: expected shape \[K\] or \[M, K\], got 3-D", {"x": ones(1, 2, 64)}),
-    ("x 0-D", ValueError, r"x: expected shape \[K\] or \[M, K\], got 0-D", {"x": torch.ones((), dtype=BF16)}),
+    (
+        "x 0-D",
+        ValueError,
+        r"x: expected shape \[K\] or \[M, K\], got 0-D",
+        {"x": torch.ones((), dtype=BF16)},
+    ),
     ("x strided", ValueError, "x: expected a contiguous tensor", {"x": ones(64, 2).t()}),
     ("x fp32", TypeError, "x: expected dtype bfloat16, got float32", {"x": X.float()}),
-    ("weight fp16", TypeError, "weight: expected dtype bfloat16, got float16", {"weight": W.half()}),
-    ("weight fp8", TypeError, "weight: expected dtype bfloat16, got", {"weight": W.to(torch.float8_e4m3fn)}),
+    (
+        "weight fp16",
+        TypeError,
+        "weight: expected dtype bfloat16, got float16",
+        {"weight": W.half()},
+    ),
+    (
+        "weight fp8",
+        TypeError,
+        "weight: expected dtype bfloat16, got",
+        {"weight": W.to(torch.float8_e4m3fn)},
+    ),
     ("K differs", ValueError, r"weight: expected size 64 \(K of x\)", {"weight": ones(32, 63)}),
     ("weight 1-D", ValueError, r"weight: expected shape \[N, K\], got 1-D", {"weight": ones(64)}),
     ("N of 0", ValueError, r"weight: expected N in 1\.\..*, got 0", {"weight": ones(0, 64)}),
-    ("weight transposed", ValueError, "weight: expected contiguous rows", {"weight": ones(64, 32).t()}),
-    ("rows overlap", ValueError, "weight: expected contiguous rows", {"weight": ones(1, 64).expand(32, 64)}),
+    (
+        "weight transposed",
+        ValueError,
+        "weight: expected contiguous rows",
+        {"weight": ones(64, 32).t()},
+    ),
+    (
+        "rows overlap",
+        ValueError,
+        "weight: expected contiguous rows",
+        {"weight": ones(1, 64).expand(32, 64)},
+    ),
     ("bias fp32", TypeError, "bias: expected dtype bfloat16, got float32", {"bias": BIAS.float()}),
     ("bias too long", ValueError, r"bias: expected size 32 \(N of weight\)", {"bias": ones(33)}),
     ("bias 2-D", ValueError, r"bias: expected shape \[N\], got 2-D", {"bias": ones(1, 32)}),
@@ -48,9 +79,19 @@ GEMV_ERRORS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("out of another M", ValueError, r"out: expected size 2 \(M of x\)", {"out": ones(1, 32)}),
     ("out fp32", TypeError, "out: expected dtype bfloat16", {"out": ones(2, 32).float()}),
     ("out strided", ValueError, "out: expected a contiguous tensor", {"out": ones(32, 2).t()}),
-    ("x is an array", TypeError, "x: expected a torch.Tensor, got numpy.ndarray", {"x": numpy.ones(64)}),
+    (
+        "x is an array",
+        TypeError,
+        "x: expected a torch.Tensor, got numpy.ndarray",
+        {"x": numpy.ones(64)},
+    ),
     ("x is None", TypeError, "x: expected a torch.Tensor, got NoneType", {"x": None}),
-    ("weight is a list", TypeError, "weight: expected a torch.Tensor, got list", {"weight": [[1.0]]}),
+    (
+        "weight is a list",
+        TypeError,
+        "weight: expected a torch.Tensor, got list",
+        {"weight": [[1.0]]},
+    ),
     ("bias is a number", TypeError, "bias: expected a torch.Tensor, got float", {"bias": 1.0}),
     ("out is a number", TypeError, "out: expected a torch.Tensor, got int", {"out": 1}),
     ("x meta", TypeError, "x: expected a dense tensor with storage", {"x": X.to("meta")}),
@@ -60,7 +101,9 @@ GEMV_ERRORS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "changes"), [case[1:] for case in GEMV_ERRORS], ids=[c[0] for c in GEMV_ERRORS]
+    ("error", "message", "changes"),
+    [case[1:] for case in GEMV_ERRORS],
+    ids=[c[0] for c in GEMV_ERRORS],
 )
 def test_gemv(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"x": X, "weight": W, "bias": None, "out": None, **changes}
@@ -73,7 +116,11 @@ def test_gemv(error: type[Exception], message: str, changes: dict[str, Any]) -> 
     [
         (ValueError, "x: expected a CUDA tensor", {}),
         (ValueError, "x: expected K divisible by 8, got 60", {"x": ones(2, 60)}),
-        (ValueError, r"gate_weight: expected size 32 \(N of up_weight\)", {"gate_weight": ones(31, 64)}),
+        (
+            ValueError,
+            r"gate_weight: expected size 32 \(N of up_weight\)",
+            {"gate_weight": ones(31, 64)},
+        ),
         (ValueError, r"up_weight: expected size 64 \(K of x\)", {"up_weight": ones(32, 72)}),
         (TypeError, "gate_weight: expected dtype bfloat16", {"gate_weight": W.float()}),
         (ValueError, r"x: expected M in 1\.\.8, got 9", {"x": ones(9, 64)}),

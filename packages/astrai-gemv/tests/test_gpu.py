@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from astrai_gemv import _gemv, add_rms_norm, bf16_gemv, bf16_swiglu
 from kernelkit import reference
 from kernelkit.cases import LINEAR_SHAPES
 from kernelkit.compare import assert_close_to_reference
 from kernelkit.poison import guarded_output, misaligned
-from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -41,9 +42,15 @@ def check_gemv(
     out = guarded_output(shape, device="cuda", offset=out_offset)
     assert bf16_gemv(x, weight, bias, out=out.tensor, static_weights=static) is out.tensor
     out.check()
-    assert_close_to_reference(
-        out.tensor, reference.linear(x, weight, bias), F.linear(x, weight, bias)
-    )
+    tensors = host_if_small(out.tensor, x, weight, bias)
+    assert_close_to_reference(tensors[0], reference.linear(*tensors[1:]), F.linear(*tensors[1:]))
+
+
+def host_if_small(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Copies on the CPU of small problems: libraries' kernels are not clean under the sanitizer."""
+    if max(t.numel() for t in tensors if t is not None) > 2_000_000:
+        return list(tensors)
+    return [t if t is None else t.cpu() for t in tensors]
 
 
 @pytest.mark.parametrize("m", TOKENS)
@@ -114,7 +121,9 @@ def test_gemv_does_not_mix_tokens() -> None:
 
 
 @pytest.mark.parametrize("m", TOKENS)
-@pytest.mark.parametrize(("n", "k"), [(8192, 2048), (1000, 4096), (133, 8), (576, 1536), (77, 5000)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(8192, 2048), (1000, 4096), (133, 8), (576, 1536), (77, 5000)]
+)
 def test_swiglu(m: int, n: int, k: int) -> None:
     check_swiglu(randn(m, k, scale=k**-0.5), randn(n, k), randn(n, k))
 
@@ -129,8 +138,9 @@ def check_swiglu(x: Tensor, up: Tensor, gate: Tensor) -> None:
     out = guarded_output((x.shape[0], up.shape[0]), device="cuda")
     bf16_swiglu(x, up, gate, out=out.tensor)
     out.check()
+    got, x, up, gate = host_if_small(out.tensor, x, up, gate)
     unfused = F.linear(x, up) * F.silu(F.linear(x, gate))
-    assert_close_to_reference(out.tensor, reference.swiglu(x, up, gate), unfused)
+    assert_close_to_reference(got, reference.swiglu(x, up, gate), unfused)
 
 
 def test_swiglu_keeps_the_rounding_of_the_unfused_path() -> None:
@@ -173,7 +183,9 @@ def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
     out, total = add_rms_norm(x, residual, weight, 1e-5)
     ref_out, ref_total = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, ref_total.to(BF16))
-    unit = (total.float() * torch.rsqrt(total.float().square().mean(-1, keepdim=True) + 1e-5)).to(BF16)
+    unit = (total.float() * torch.rsqrt(total.float().square().mean(-1, keepdim=True) + 1e-5)).to(
+        BF16
+    )
     assert_close_to_reference(out, ref_out, weight * unit)
 
 
@@ -286,7 +298,9 @@ def test_x_written_by_the_preceding_kernel_with_static_weights() -> None:
 def test_out_may_not_overlap_an_input() -> None:
     memory = randn(4096)
     x, weight = memory[:64].view(1, 64), memory[64:2112].view(32, 64)
-    with pytest.raises(ValueError, match="out: expected memory of its own, got memory shared with x"):
+    with pytest.raises(
+        ValueError, match="out: expected memory of its own, got memory shared with x"
+    ):
         bf16_gemv(x, weight, out=memory[32:64].view(1, 32))
     with pytest.raises(ValueError, match="memory shared with weight"):
         bf16_gemv(x, weight, out=memory[2100:2132].view(1, 32))
@@ -324,6 +338,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(ops.add_rms_norm.default, (x, x, w[0], 1e-5, False))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torch_compile_fullgraph() -> None:
     x, w, g, down = randn(2, 256), randn(512, 256), randn(512, 256), randn(256, 512)
 

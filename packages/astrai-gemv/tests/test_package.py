@@ -11,11 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import astrai_gemv
 import pytest
 import torch
-from astrai_gemv import _family
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+import astrai_gemv
+from astrai_gemv import _family
 
 BF16 = torch.bfloat16
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from astrai_gemv import _gemv
 from hypothesis import given
 from hypothesis import strategies as st
+
+from astrai_gemv import _gemv
 
 KB = 1024
 H200 = _gemv.DeviceInfo(
@@ -61,6 +62,14 @@ def test_row_source(changes: dict[str, Any], source: str) -> None:
 @pytest.mark.parametrize(("k", "resident"), [(8, True), (4096, True), (4097, False), (8192, False)])
 def test_x_stays_in_registers_up_to_4096(k: int, resident: bool) -> None:
     assert plan(k=k)["resident"] is resident
+
+
+@pytest.mark.parametrize(
+    ("k", "window"),
+    [(8, 1), (1024, 1), (1025, 2), (4096, 4), (5120, 3), (8192, 4), (9217, 4), (14336, 4)],
+)
+def test_windows_of_x_are_of_one_size(k: int, window: int) -> None:
+    assert plan(k=k)["window"] == window
 
 
 def test_dependent_launch_follows_the_image_not_the_gpu() -> None:

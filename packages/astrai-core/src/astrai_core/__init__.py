@@ -8,8 +8,8 @@ this package reads no manifest and touches no device: that happens at the first 
 from __future__ import annotations
 
 from .discovery import families
-from .recording import explain
 from .ops import linear, swiglu
 from .policy import use
+from .recording import explain
 
 __all__ = ["explain", "families", "linear", "swiglu", "use"]

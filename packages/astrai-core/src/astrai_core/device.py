@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
@@ -24,12 +25,18 @@ def capability(index: int) -> tuple[int, int] | None:
 
 @functools.cache
 def driver_version() -> tuple[int, int] | None:
-    """The CUDA version that the driver supports, None if it does not say."""
-    query = getattr(torch._C, "_cuda_getDriverVersion", None)
-    if query is None or count() == 0:
+    """The CUDA version that the driver supports, None without a driver.
+
+    Asked of the driver itself: torch names the toolkit that it was built with only.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return None
-    version = int(query())
-    return version // 1000, version % 1000 // 10
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
 
 
 def why_none() -> str:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from . import arch, device, tables
 from .discovery import CONTRACT, families
-from .recording import explain
 from .ops import linear, swiglu
 from .policy import OPS, mode, use
+from .recording import explain
 
 _M, _N, _K = 2, 256, 512
 

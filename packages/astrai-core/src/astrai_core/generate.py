@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m astrai_core generate`: text from a language model whose layers run here.
 
 Loads a model with transformers, without ever asking the network, routes its linears and gated

@@ -71,9 +71,7 @@ def use(**implementations: str) -> Iterator[None]:
             raise ValueError(f"use: expected an op of {', '.join(OPS)}, got {op!r}")
         allowed = (TORCH, OPS[op].family)
         if implementation not in allowed:
-            raise ValueError(
-                f"{op}: expected one of {', '.join(allowed)}, got {implementation!r}"
-            )
+            raise ValueError(f"{op}: expected one of {', '.join(allowed)}, got {implementation!r}")
     token = _context.set({**_context.get(), **implementations})
     try:
         yield

@@ -45,9 +45,7 @@ class Report:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str, str, str, str, tuple[tuple[str, str], ...]], int] = {}
 
-    def _add(
-        self, key: tuple[str, str, str, str, str, tuple[tuple[str, str], ...]]
-    ) -> None:
+    def _add(self, key: tuple[str, str, str, str, str, tuple[tuple[str, str], ...]]) -> None:
         with self._lock:
             self._counts[key] = self._counts.get(key, 0) + 1
 
@@ -74,8 +72,9 @@ class Report:
             )
         widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
         return "\n".join(
-            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
-            .rstrip()
+            "  ".join(
+                [*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]]
+            ).rstrip()
             for line in lines
         )
 

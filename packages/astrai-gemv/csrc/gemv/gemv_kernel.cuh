@@ -107,12 +107,19 @@ struct Producer {
   const char* high;  // row lane / 8 + 8; swiglu: row lane / 8 of gate
   int rows;          // of the tile, counted from row lane / 8 on
   int bytes;         // of a row, from the piece on
+  int to_last;       // rows from row lane / 8 to the matrix's last
 
-  __device__ __forceinline__ Producer(const GemvParams& p, int lane, int warp, int chunks, int begin,
-                                      Rows all, uint32_t warp_ring)
-      : p(p), all(all), lane(lane), warp(warp), chunks(chunks),
+  __device__ __forceinline__ Producer(const GemvParams& p, int lane, int warp, int chunks,
+                                      int begin, Rows all, uint32_t warp_ring)
+      : p(p),
+        all(all),
+        lane(lane),
+        warp(warp),
+        chunks(chunks),
         ring(warp_ring + lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16),
-        policy(evict_first_policy()), begin(chunks > 0 ? begin : all.end), slot(0) {
+        policy(evict_first_policy()),
+        begin(chunks > 0 ? begin : all.end),
+        slot(0) {
     if (this->begin < all.end) enter_block();
   }
 
@@ -124,22 +131,27 @@ struct Producer {
 
   __device__ __forceinline__ void enter_tile(int next) {
     tile = next;
-    chunks_left = min(kWindow, chunks - window);
+    chunks_left = kResident ? chunks : min(p.window, chunks - window);
     const int row = begin + tile * all.per_tile + lane / 8;
     const int offset = window * kStep + warp * kChunk * 2 + lane % 8 * 16;
     rows = min(all.per_tile - lane / 8, all.end - row);
     bytes = 2 * p.k - offset;
+    to_last = p.n - 1 - row;
     low = reinterpret_cast<const char*>(p.weight + row * p.row_stride) + offset;
     high = kSwiglu ? reinterpret_cast<const char*>(p.gate + row * p.gate_stride) + offset
                    : low + 16 * p.row_stride;
   }
 
-  // Copies one piece of a row, as far as the row goes: `left` bytes from there on.
-  __device__ __forceinline__ void copy(uint32_t smem, const char* piece, bool valid, int left) const {
+  // Copies one piece of a row, as far as the row goes: `left` bytes from there on. Of the matrix's last
+  // row only whole pieces: cp.async may read all 16 bytes whatever its size says, and past the matrix
+  // they are not ours.
+  __device__ __forceinline__ void copy(uint32_t smem, const char* piece, bool valid, int left,
+                                       bool last) const {
     if (kUnaligned) {
       const int head = bytes_past_16(piece);
       piece -= head;
       left += head;
+      if (last && left < 16) left = 0;
     }
     cp_async_16(smem, piece, valid ? min(max(left, 0), 16) : 0, policy);
   }
@@ -150,11 +162,11 @@ struct Producer {
       constexpr int kOffset = kHalf * kSlotK * 2;
       const uint32_t smem = ring + slot * kSlot<kSource>;
       const int left = bytes - kOffset;
-      copy(smem, low + kOffset, rows > 0, left);
-      copy(smem + 512, low + 8 * p.row_stride + kOffset, rows > 4, left);
-      copy(smem + 1024, high + kOffset, rows > (kSwiglu ? 0 : 8), left);
+      copy(smem, low + kOffset, rows > 0, left, to_last == 0);
+      copy(smem + 512, low + 8 * p.row_stride + kOffset, rows > 4, left, to_last == 4);
+      copy(smem + 1024, high + kOffset, rows > (kSwiglu ? 0 : 8), left, to_last == 8);
       copy(smem + 1536, high + 8 * (kSwiglu ? p.gate_stride : p.row_stride) + kOffset,
-           rows > (kSwiglu ? 4 : 12), left);
+           rows > (kSwiglu ? 4 : 12), left, to_last == 12);
       if (kUnaligned && lane < kTileRows) copy_ninth(kOffset);
       if (kHalf == 1) advance();
     }
@@ -170,7 +182,7 @@ struct Producer {
     const uint32_t warp_ring = ring - lane / 8 * 128 - ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
     copy(warp_ring + slot * kSlot<kSource> + kSlotBytes + lane * 16,
          reinterpret_cast<const char*>(p.weight + row * p.row_stride + p.k) - done,
-         lane < all.per_tile && row < all.end, done);
+         lane < all.per_tile && row < all.end, done, row == p.n - 1);
   }
 
   __device__ __forceinline__ void advance() {
@@ -181,8 +193,8 @@ struct Producer {
       return;
     }
     if (tile + 1 < tiles) return enter_tile(tile + 1);
-    if (!kResident && window + kWindow < chunks) {
-      window += kWindow;
+    if (!kResident && window + p.window < chunks) {
+      window += p.window;
       return enter_tile(0);
     }
     begin += tiles * all.per_tile;
@@ -215,50 +227,61 @@ __device__ __forceinline__ uint4 shift_elements(const uint4& a, const uint4& b, 
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// The 16-byte block of x from element `at` on. The first and the last may reach past the tensor, where
-// the memory is not ours to read; what they lack is zero.
-__device__ __forceinline__ uint4 load_x_block(const GemvParams& p, int at) {
-  if (at >= 0 && at + 8 <= p.m * p.k) return __ldcg(reinterpret_cast<const uint4*>(p.x + at));
-  uint32_t w[4] = {};
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (at + i >= 0 && at + i < p.m * p.k)
-      w[i / 2] |= uint32_t{__ldcg(reinterpret_cast<const unsigned short*>(p.x) + at + i)} << (i % 2 * 16);
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
-// 8 elements of a token from any 2-byte boundary on; elements at or past k are zero, whatever memory
-// holds there.
-__device__ __forceinline__ uint4 load_unaligned(const GemvParams& p, int token, int first) {
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-  if (first >= p.k) return zero;
-  const int skip = bytes_past_16(p.x + token * p.k + first) / 2;
-  const int block = token * p.k + first - skip;
-  const bool reaches_next = skip > 0 && first + 8 - skip < p.k;
-  uint4 v = shift_elements(load_x_block(p, block), reaches_next ? load_x_block(p, block + 8) : zero,
-                           skip);
-  uint32_t* w = reinterpret_cast<uint32_t*>(&v);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int left = p.k - first - 2 * i;
-    w[i] = left >= 2 ? w[i] : left == 1 ? w[i] & 0xffffu : 0;
-  }
-  return v;
-}
-
 // Token g's elements that face this lane's weights: one 16-byte piece per 32 k of a chunk.
 template <RowSource kSource>
 __device__ __forceinline__ void load_x(const GemvParams& p, int lane, int chunk, uint4 (&x)[4]) {
   const int token = lane / 4;
+  const int k = chunk * kChunk + lane % 4 * 8;
 #pragma unroll
   for (int piece = 0; piece < 4; ++piece) {
-    const int first = chunk * kChunk + piece * 32 + lane % 4 * 8;
     x[piece] = make_uint4(0, 0, 0, 0);
-    if (token >= p.m) continue;
-    if (kSource == RowSource::kUnaligned)
-      x[piece] = load_unaligned(p, token, first);
-    else if (first < p.k)
-      x[piece] = __ldcg(reinterpret_cast<const uint4*>(p.x + token * p.k + first));
+    if (token < p.m && k + piece * 32 < p.k)
+      x[piece] = __ldcg(reinterpret_cast<const uint4*>(p.x + token * p.k + k + piece * 32));
+  }
+}
+
+// The same from any 2-byte boundary: two whole blocks, shifted. All loads are under way before the
+// first is used. Elements at or past K are zero, whatever memory holds there.
+template <>
+__device__ __forceinline__ void load_x<RowSource::kUnaligned>(const GemvParams& p, int lane,
+                                                              int chunk, uint4 (&x)[4]) {
+  const int token = lane / 4;
+  const int k = chunk * kChunk + lane % 4 * 8;
+  const int total = p.m * p.k;
+  const int skip = bytes_past_16(p.x + token * p.k + k) / 2;
+  uint4 next[4];
+#pragma unroll
+  for (int piece = 0; piece < 4; ++piece) {
+    const int first = k + piece * 32;
+    const int at = token * p.k + first - skip;
+    const bool any = token < p.m && first < p.k;
+    x[piece] = next[piece] = make_uint4(0, 0, 0, 0);
+    if (any && at >= 0 && at + 8 <= total)
+      x[piece] = __ldcg(reinterpret_cast<const uint4*>(p.x + at));
+    if (any && skip > 0 && at + 16 <= total)
+      next[piece] = __ldcg(reinterpret_cast<const uint4*>(p.x + at + 8));
+  }
+#pragma unroll
+  for (int piece = 0; piece < 4; ++piece) {
+    const int first = k + piece * 32;
+    const int at = token * p.k + first - skip;
+    x[piece] = shift_elements(x[piece], next[piece], skip);
+    uint32_t* w = reinterpret_cast<uint32_t*>(&x[piece]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int left = p.k - first - 2 * i;
+      w[i] = left >= 2 ? w[i] : left == 1 ? w[i] & 0xffffu : 0;
+    }
+    // The blocks at the tensor's ends reach past it, where memory is not ours to read.
+    if (token < p.m && first < p.k && (at < 0 || at + 16 > total)) {
+      const auto* e = reinterpret_cast<const unsigned short*>(p.x) + token * p.k + first;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t low = first + 2 * i < p.k ? __ldcg(e + 2 * i) : 0;
+        const uint32_t high = first + 2 * i + 1 < p.k ? __ldcg(e + 2 * i + 1) : 0;
+        w[i] = low | high << 16;
+      }
+    }
   }
 }
 
@@ -269,6 +292,16 @@ __device__ __forceinline__ float round_bf16(float value) {
 __device__ __forceinline__ float silu_bf16(float gate) {
   const float g = round_bf16(gate);
   return round_bf16(g / (1.0f + __expf(-g)));
+}
+
+// The products of the last row's elements past its last whole 16-byte block, which no copy brought.
+__device__ __forceinline__ float last_elements(const GemvParams& p, int token) {
+  const __nv_bfloat16* row = p.weight + (p.n - 1) * p.row_stride;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int k = max(0, p.k - bytes_past_16(row + p.k) / 2); k < p.k; ++k)
+    sum += __bfloat162float(row[k]) * __bfloat162float(__ldcg(p.x + token * p.k + k));
+  return sum;
 }
 
 // Where a warp leaves the sums of row g, tokens 2t and 2t + 1, and of row g + 8: four floats. The
@@ -283,7 +316,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   constexpr bool kSwiglu = kSource == RowSource::kSwiglu;
   constexpr bool kUnaligned = kSource == RowSource::kUnaligned;
   extern __shared__ __align__(128) char smem[];
-  float* sums = reinterpret_cast<float*>(smem + kWarps * kStages<kSource, kResident> * kSlot<kSource>);
+  float* sums =
+      reinterpret_cast<float*>(smem + kWarps * kStages<kSource, kResident> * kSlot<kSource>);
 
   pdl_launch_dependents();
 
@@ -303,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
   Producer<kSource, kResident> producer(p, lane, warp, chunks, begin, all, ring);
   const auto fill_ring = [&] {
-    // Halves alternate; an odd number of slots ends with a first half.
+  // Halves alternate; an odd number of slots ends with a first half.
 #pragma unroll
     for (int i = 0; i < kStages<kSource, kResident>; ++i)
       i % 2 == 0 ? producer.template issue<0>() : producer.template issue<1>();
@@ -312,7 +346,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const auto load_window = [&](int window) {
 #pragma unroll
     for (int c = 0; c < kWindow; ++c)
-      if (window + c < chunks) load_x<kSource>(p, lane, warp + (window + c) * kWarps, x[c]);
+      if ((kResident || c < p.window) && window + c < chunks)
+        load_x<kSource>(p, lane, warp + (window + c) * kWarps, x[c]);
   };
 
   if (p.static_weights) {
@@ -327,7 +362,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   for (int block = begin; block < end; block += kTiles * all.per_tile) {
     const int tiles = all.tiles_of_block<kResident>(block);
     // One pass at least: a warp without chunks contributes zeros.
-    for (int window = 0; window == 0 || window < chunks; window += kWindow) {
+    for (int window = 0; window == 0 || window < chunks; window += p.window) {
       if (!kResident && (block > begin || window > 0)) load_window(window);
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) {
@@ -335,25 +370,28 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         float acc[2][4] = {};
         int low_skip = 0, high_skip = 0;
         if (kUnaligned) {
-          const __nv_bfloat16* row = p.weight + (block + tile * all.per_tile + lane / 4) * p.row_stride;
+          const __nv_bfloat16* row =
+              p.weight + (block + tile * all.per_tile + lane / 4) * p.row_stride;
           low_skip = bytes_past_16(row) / 2;
           high_skip = bytes_past_16(row + 8 * p.row_stride) / 2;
         }
 #pragma unroll
         for (int c = 0; c < kWindow; ++c) {
-          if (window + c >= chunks) break;
+          if ((!kResident && c >= p.window) || window + c >= chunks) break;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             cp_async_wait<kStages<kSource, kResident> - 1>();
             __syncwarp();
             const uint32_t at = slot * kSlot<kSource>;
             uint4 low[2] = {ld_shared_16(piece + at), ld_shared_16((piece ^ 64) + at)};
-            uint4 high[2] = {ld_shared_16(piece + at + 1024), ld_shared_16((piece ^ 64) + at + 1024)};
+            uint4 high[2] = {ld_shared_16(piece + at + 1024),
+                             ld_shared_16((piece ^ 64) + at + 1024)};
             if (kUnaligned) {
               low[0] = shift_elements(low[0], ld_shared_16(next_piece + at), low_skip);
               low[1] = shift_elements(low[1], ld_shared_16(last_piece + at), low_skip);
               high[0] = shift_elements(high[0], ld_shared_16(next_piece + at + 1024), high_skip);
-              high[1] = shift_elements(high[1], ld_shared_16(last_piece + at + to_high_last), high_skip);
+              high[1] =
+                  shift_elements(high[1], ld_shared_16(last_piece + at + to_high_last), high_skip);
             }
             // All lanes have read the slot that is refilled now.
             __syncwarp();
@@ -403,6 +441,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
       const int row = block + tile * all.per_tile + in_tile;
       if (in_tile >= all.per_tile || row >= end || token >= p.m) continue;
+      if (kUnaligned && row == p.n - 1) sum += last_elements(p, token);
       if (p.bias != nullptr) sum += __bfloat162float(__ldcg(p.bias + row));
       p.out[int64_t{token} * p.n + row] = __float2bfloat16_rn(sum);
     }

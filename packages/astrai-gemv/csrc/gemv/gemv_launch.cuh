@@ -10,15 +10,15 @@
 namespace astrai::gemv {
 
 template <RowSource kSource, bool kResident>
-void launch_instance(const GemvParams& params, const GemvPlan& plan, int device, cudaStream_t stream,
-                   const char* what) {
+void launch_instance(const GemvParams& params, const GemvPlan& plan, int device,
+                     cudaStream_t stream, const char* what) {
   auto* kernel = gemv_kernel<kSource, kResident>;
   // The opt-in is per kernel and device, and costs a microsecond: once is enough.
   static std::atomic<bool> opted_in[kMaxDevices];
   if (!opted_in[device].load(std::memory_order_acquire)) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    plan.smem_bytes),
-               what);
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes),
+        what);
     opted_in[device].store(true, std::memory_order_release);
   }
   LaunchShape shape;

@@ -17,7 +17,8 @@ struct GemvParams {
   int64_t row_stride;           // of weight
   int64_t gate_stride;          // of gate
   int m, n, k;
-  bool static_weights;          // weight (and gate) may be read before griddepcontrol.wait
+  int window;           // GemvPlan::window
+  bool static_weights;  // weight (and gate) may be read before griddepcontrol.wait
 };
 
 }  // namespace astrai::gemv

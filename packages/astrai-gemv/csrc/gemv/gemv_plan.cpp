@@ -22,6 +22,10 @@ GemvPlan plan_gemv(const GemvProblem& p, const DeviceInfo& device) {
                 : aligned ? RowSource::kAligned
                           : RowSource::kUnaligned;
   plan.resident = p.k <= kResidentK;
+  // Windows of one size: K = 5,120 is 3 + 2 chunks per warp; 4 + 1 would end in a narrow sweep.
+  const int chunks = (p.k + kWarps * kChunk - 1) / (kWarps * kChunk);
+  const int windows = (chunks + kWindow - 1) / kWindow;
+  plan.window = (chunks + windows - 1) / windows;
   plan.grid = std::min(device.sm_count, p.n);
   plan.smem_bytes = smem_bytes(device.image_arch, plan.source, plan.resident);
   plan.programmatic = device.image_arch >= 90;

@@ -22,6 +22,7 @@ struct GemvProblem {
 struct GemvPlan {
   RowSource source;
   bool resident;      // all of x stays in registers
+  int window;         // chunks of x that a warp keeps in registers at a time
   int grid;           // CTAs
   int smem_bytes;     // per CTA
   bool programmatic;  // launch with programmatic dependent launch

@@ -9,13 +9,13 @@ namespace astrai::gemv {
 // How the kernel reads weight rows; see gemv_kernel.cuh.
 enum class RowSource : int { kAligned = 0, kUnaligned = 1, kSwiglu = 2 };
 
-constexpr int kMaxTokens = 8;   // the 8-wide N operand of the MMA
-constexpr int kWarps = 8;       // warps of a CTA, each with chunks of K of its own
+constexpr int kMaxTokens = 8;  // the 8-wide N operand of the MMA
+constexpr int kWarps = 8;      // warps of a CTA, each with chunks of K of its own
 constexpr int kThreads = 32 * kWarps;
-constexpr int kTileRows = 16;   // the M operand of the MMA
-constexpr int kChunk = 128;     // elements of K that a warp takes in turn
-constexpr int kWindow = 4;      // chunks of x that a lane keeps in registers
-constexpr int kSlotK = 64;      // elements of K per ring slot: one 128-byte line of each row
+constexpr int kTileRows = 16;  // the M operand of the MMA
+constexpr int kChunk = 128;    // elements of K that a warp takes in turn
+constexpr int kWindow = 4;     // chunks of x that a lane keeps in registers
+constexpr int kSlotK = 64;     // elements of K per ring slot: one 128-byte line of each row
 constexpr int kSlotBytes = kTileRows * kSlotK * 2;
 constexpr int kTileFloats = kTileRows * kMaxTokens;
 

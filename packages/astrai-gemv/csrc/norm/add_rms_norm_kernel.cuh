@@ -34,7 +34,8 @@ __device__ __forceinline__ float block_sum(float value, float* scratch) {
 }
 
 template <int kVector>
-__global__ void __launch_bounds__(1024) add_rms_norm_kernel(const __grid_constant__ AddRmsNormParams p) {
+__global__ void __launch_bounds__(1024)
+    add_rms_norm_kernel(const __grid_constant__ AddRmsNormParams p) {
   using Vector = Bf16Vector<kVector>;
   constexpr int kCached = kVector == 8 ? 1 : 4;
   __shared__ float scratch[32];

@@ -4,7 +4,8 @@
 
 namespace astrai::gemv {
 
-void launch_swiglu(const GemvParams& params, const GemvPlan& plan, int device, cudaStream_t stream) {
+void launch_swiglu(const GemvParams& params, const GemvPlan& plan, int device,
+                   cudaStream_t stream) {
   launch_source<RowSource::kSwiglu>(params, plan, device, stream, "bf16_swiglu");
 }
 

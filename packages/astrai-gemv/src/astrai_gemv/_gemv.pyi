@@ -33,7 +33,9 @@ def plan_gemv(
     swiglu: bool,
     device: DeviceInfo,
 ) -> dict[str, int | str | bool]: ...
-def plan_add_rms_norm(*, hidden: int, aligned: bool, device: DeviceInfo) -> dict[str, int | bool]: ...
+def plan_add_rms_norm(
+    *, hidden: int, aligned: bool, device: DeviceInfo
+) -> dict[str, int | bool]: ...
 def bf16_gemv(
     x: Tensor,
     weight: Tensor,

@@ -18,7 +18,7 @@ from ._native import native
 
 _MAX_TOKENS = 8
 
-_lib = Library("astrai_gemv", "DEF")  # noqa: TOR901 (lives as long as the process)
+_lib = Library("astrai_gemv", "DEF")
 
 
 def _check(x: Tensor, *weights: Tensor) -> None:

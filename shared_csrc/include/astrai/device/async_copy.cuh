@@ -26,7 +26,9 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, i
                : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Returns when at most kPending of this thread's newest groups are incomplete.
 template <int kPending>

@@ -17,10 +17,10 @@ constexpr int kMaxDevices = 128;
 
 struct DeviceInfo {
   int sm_count;
-  int device_arch;    // 10 * major + minor of the GPU
-  int image_arch;     // what the loaded code was compiled for: 80 for compute_80 PTX on any GPU
-  int smem_per_sm;    // bytes
-  int smem_per_block; // bytes, with the opt-in
+  int device_arch;     // 10 * major + minor of the GPU
+  int image_arch;      // what the loaded code was compiled for: 80 for compute_80 PTX on any GPU
+  int smem_per_sm;     // bytes
+  int smem_per_block;  // bytes, with the opt-in
 };
 
 class DeviceGuard {
@@ -67,8 +67,8 @@ inline DeviceInfo query_device(int device, const void* kernel, const char* famil
   info.image_arch = std::min(attributes.ptxVersion, attributes.binaryVersion);
   check_cuda(cudaDeviceGetAttribute(&info.sm_count, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&info.smem_per_sm,
-                                    cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+  check_cuda(cudaDeviceGetAttribute(&info.smem_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+                                    device),
              "cudaDeviceGetAttribute");
   check_cuda(
       cudaDeviceGetAttribute(&info.smem_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),

@@ -75,8 +75,8 @@ class TensorView {
     const DLDataType want = dl_dtype(dtype);
     if (tensor_.dtype.code != want.code || tensor_.dtype.bits != want.bits ||
         tensor_.dtype.lanes != want.lanes)
-      throw TypeError(
-          concat(name_, ": expected dtype ", dtype_name(dtype), ", got ", dtype_name(tensor_.dtype)));
+      throw TypeError(concat(name_, ": expected dtype ", dtype_name(dtype), ", got ",
+                             dtype_name(tensor_.dtype)));
     return *this;
   }
 
@@ -118,8 +118,8 @@ class TensorView {
     const bool outer = size(-2) == 1 || stride(-2) >= size(-1);
     if (!inner || !outer)
       throw ValueError(concat(name_, ": expected contiguous rows (stride 1 in the last dimension, ",
-                              "at least ", size(-1), " in the one before), got strides [", stride(-2),
-                              ", ", stride(-1), "]"));
+                              "at least ", size(-1), " in the one before), got strides [",
+                              stride(-2), ", ", stride(-1), "]"));
     return *this;
   }
 
@@ -134,15 +134,15 @@ class TensorView {
 
   const TensorView& expect_same_device(const TensorView& other) const {
     if (device_index() != other.device_index())
-      throw ValueError(concat(name_, ": expected the device of ", other.name(), " (cuda:",
-                              other.device_index(), "), got cuda:", device_index()));
+      throw ValueError(concat(name_, ": expected the device of ", other.name(),
+                              " (cuda:", other.device_index(), "), got cuda:", device_index()));
     return *this;
   }
 
   const TensorView& expect_disjoint(const TensorView& other) const {
     if (address() < other.end_address() && other.address() < end_address())
-      throw ValueError(concat(name_, ": expected memory of its own, got memory shared with ",
-                              other.name()));
+      throw ValueError(
+          concat(name_, ": expected memory of its own, got memory shared with ", other.name()));
     return *this;
   }
 

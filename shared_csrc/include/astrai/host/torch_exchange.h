@@ -40,8 +40,8 @@ class TorchExchange {
                    std::initializer_list<std::pair<const char*, py::handle>> tensors) const {
     for (const auto& [name, tensor] : tensors) {
       if (tensor.is_none()) continue;
-      py::object flag = py::reinterpret_steal<py::object>(
-          PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr()));
+      py::object flag =
+          py::reinterpret_steal<py::object>(PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr()));
       if (!flag) throw py::error_already_set();
       if (flag.ptr() == Py_True && is_grad_enabled_().ptr() == Py_True)
         throw std::runtime_error(
@@ -107,7 +107,8 @@ class TorchExchange {
   void check_subclass(const char* name, PyTypeObject* type) const {
     if (!PyType_IsSubtype(type, tensor_type_))
       throw TypeError(concat(name, ": expected a torch.Tensor, got ", type->tp_name));
-    const py::object dispatch = py::handle(reinterpret_cast<PyObject*>(type)).attr("__torch_dispatch__");
+    const py::object dispatch =
+        py::handle(reinterpret_cast<PyObject*>(type)).attr("__torch_dispatch__");
     if (dispatch.ptr() != dispatch_.ptr())
       throw TypeError(concat(name, ": expected a plain torch.Tensor, got a ", type->tp_name,
                              ", which defines __torch_dispatch__"));

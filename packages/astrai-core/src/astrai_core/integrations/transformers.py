@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads transformers models, and runs their linears and gated MLPs through astrai_core.
 
 `read_model` needs nothing but files. `patch` changes no weight and adds none: a module that is

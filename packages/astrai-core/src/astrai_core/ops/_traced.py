@@ -3,34 +3,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..policy import Call, decide, mode, selected
-
-# What the decisions found, for the trace to look up by a constant.
-_kernels: dict[str, Callable[..., Any]] = {}
+from .. import discovery
+from ..policy import OPS, Call, Decision, decide, mode, selected
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _decide_once(op: str, index: int, m: int, n: int, k: int, obstacle: str | None) -> bool:
-    decision = decide(Call(op, selected(op), mode(op), index, m, n, k, obstacle))
+def _namespace(call: tuple[Any, ...]) -> str:
+    """The namespace of torch.ops in which the call's kernel is an operator; empty for torch.
+
+    A trace can bake in a text, not a function. A family registers its ops under its import name.
+    """
+    decision = _decide(call)
     if decision.kernel is None:
-        return False
-    _kernels[op] = decision.kernel
-    return True
+        return ""
+    return str(discovery.family(decision.chosen).package)
 
 
-def traced_kernel(
+def _decide(call: tuple[Any, ...]) -> Decision:
+    op, *rest = call
+    return decide(Call(op, selected(op), mode(op), *rest))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`astrai_core.linear` in a trace."""
+    call = _describe("linear", x, (weight,), bias)
+    namespace = "" if call is None else _namespace(call)
+    if not namespace:
+        return F.linear(x, weight, bias)
+    kernel = getattr(getattr(torch.ops, namespace), OPS["linear"].kernel)
+    y: Tensor = kernel(x.view(-1, x.shape[-1]), weight, bias, False)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
+    """`astrai_core.swiglu` in a trace."""
+    call = _describe("swiglu", x, (up_weight, gate_weight), None)
+    namespace = "" if call is None else _namespace(call)
+    if not namespace:
+        return linear(x, up_weight, None) * F.silu(linear(x, gate_weight, None))
+    kernel = getattr(getattr(torch.ops, namespace), OPS["swiglu"].kernel)
+    y: Tensor = kernel(x.view(-1, x.shape[-1]), up_weight, gate_weight, False)
+    return y.view(*x.shape[:-1], up_weight.shape[0])
+
+
+def _describe(
     op: str, x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None
-) -> Callable[..., Any] | None:
-    """The kernel for a call that is being traced, or None for torch.
+) -> tuple[Any, ...] | None:
+    """What a decision depends on and a trace knows; None for operands that do not fit.
 
     Fake tensors have no address: an operand that is off its boundary is found out by the kernel.
     """
+    if x.dim() == 0 or any(w.dim() != 2 or w.shape[1] != x.shape[-1] for w in weights):
+        return None
     obstacle = None
     for tensor in (x, *weights) if bias is None else (x, *weights, bias):
         if tensor.dtype != torch.bfloat16:
@@ -41,13 +71,10 @@ def traced_kernel(
             obstacle = "operands on different devices"
         elif not tensor.is_contiguous():
             obstacle = "an operand is not contiguous"
-    if x.dim() == 0 or any(w.dim() != 2 or w.shape[1] != x.shape[-1] for w in weights):
-        return None
-    index = -1
+    gpu = -1
     if x.device.type == "cuda":
-        index = x.device.index if x.device.index is not None else 0
+        gpu = x.device.index if x.device.index is not None else 0
     m = 1
     for size in x.shape[:-1]:
         m *= size
-    n, k = int(weights[0].shape[0]), int(x.shape[-1])
-    return _kernels[op] if _decide_once(op, index, int(m), n, k, obstacle) else None
+    return op, gpu, int(m), int(weights[0].shape[0]), int(x.shape[-1]), obstacle

@@ -36,13 +36,9 @@ def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         # It needs torch._dynamo, whose import takes a second.
-        from ._traced import traced_kernel
+        from . import _traced
 
-        kernel = traced_kernel("swiglu", x, (up_weight, gate_weight), None)
-        if kernel is None:
-            return linear(x, up_weight) * F.silu(linear(x, gate_weight))
-        y: Tensor = kernel(x.view(-1, x.shape[-1]), up_weight, gate_weight)
-        return y.view(*x.shape[:-1], up_weight.shape[0])
+        return _traced.swiglu(x, up_weight, gate_weight)  # type: ignore[no-any-return]
     decision = _decide(x, up_weight, gate_weight)
     if decision.kernel is None:
         return linear(x, up_weight) * F.silu(linear(x, gate_weight))
@@ -55,7 +51,11 @@ def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
 def _decide(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Decision:
     obstacle = obstacle_in(x, (up_weight, gate_weight), None)
     if obstacle is None:
-        if x.dim() == 0 or up_weight.shape != gate_weight.shape or x.shape[-1] != up_weight.shape[1]:
+        if (
+            x.dim() == 0
+            or up_weight.shape != gate_weight.shape
+            or x.shape[-1] != up_weight.shape[1]
+        ):
             obstacle = "the shapes do not fit"
         elif any(
             t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 8)

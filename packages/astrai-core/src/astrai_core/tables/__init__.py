@@ -50,7 +50,9 @@ def parse(text: str, origin: str) -> tuple[Row, ...]:
     try:
         rows = json.loads(text)["rows"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{origin}: expected an object with a list 'rows', got {error!r}") from error
+        raise ValueError(
+            f"{origin}: expected an object with a list 'rows', got {error!r}"
+        ) from error
     return tuple(_row(row, f"{origin}: row {number}") for number, row in enumerate(rows, 1))
 
 
@@ -108,6 +110,14 @@ def rows_for(capability: tuple[int, int]) -> tuple[Row, ...]:
         if row.op == _INHERITED_OP and low <= high:
             evidence = f"taken over from sm_{nearest[0]}{nearest[1]}: {row.evidence}"
             inherited.append(
-                Row(row.op, row.implementation, (low, high), row.n, row.k, row.k_multiple_of, evidence)
+                Row(
+                    row.op,
+                    row.implementation,
+                    (low, high),
+                    row.n,
+                    row.k,
+                    row.k_multiple_of,
+                    evidence,
+                )
             )
     return tuple(inherited)
