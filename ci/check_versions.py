@@ -24,7 +24,7 @@ SHAPE = {
     "torch": {"minimum": r"\d+\.\d+", "tested": r"\d+\.\d+\.\d+"},
     "cuda": {"toolkit": r"\d+\.\d+"},
     "families": {"*": {"sass": [ARCH], "ptx": [r"\d+"], "tested": [rf"{ARCH}|\d+-virtual"]}},
-    "tools": {"*": r"[0-9.]+"},
+    "pins": {"*": r"[0-9.]+"},
 }
 
 
@@ -114,9 +114,9 @@ def main() -> int:
         unlisted = {path.name for path in packages} - {f"astrai-{f}" for f in versions["families"]}
         errors += [f"versions.json: no family {name}" for name in unlisted - {"astrai-core"}]
         errors += [
-            f".pre-commit-config.yaml: nox is not {versions['tools']['nox']}"
+            f".pre-commit-config.yaml: nox is not {versions['pins']['nox']}"
             for line in (ROOT / ".pre-commit-config.yaml").read_text().splitlines()
-            if "nox==" in line and f"nox=={versions['tools']['nox']}" not in line
+            if "nox==" in line and f"nox=={versions['pins']['nox']}" not in line
         ]
     for error in errors:
         print(error, file=sys.stderr)

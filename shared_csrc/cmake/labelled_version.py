@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Version of a family: the one in its pyproject.toml, with an optional local label.
 
-A wheel for one architecture carries a label (`0.1.0+sm90a`), named by `ASTRAI_WHEEL_LABEL`. The wheel
-meant for a package index has none.
+A wheel for one architecture carries a label (`0.1.0+sm90a`), named by `ASTRAI_WHEEL_LABEL`. The
+wheel meant for a package index has none.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def bench_linear(env: Environment) -> Iterator[Row]:
         for m in TOKENS:
             case = GemvCase(m, n, k)
             x = randn(m, k)
-            # fp32 suffices to bound an error of bf16 where float64 would not fit beside the weights.
+            # fp32 bounds an error of bf16 where float64 would not fit beside the weights.
             exact = torch.float64 if n * k < 1e8 else torch.float32
             ref = (x.to(exact) @ weights[0].to(exact).T).double()
             for provider, linear in LINEARS.items():

@@ -156,7 +156,7 @@ def test_add_rms_norm(error: type[Exception], message: str, changes: dict[str, A
 def test_fake_tensors_are_refused_before_their_memory_is_looked_at() -> None:
     with FakeTensorMode():
         x, weight = torch.empty(2, 64, dtype=BF16), torch.empty(32, 64, dtype=BF16)
-    with pytest.raises(TypeError, match="x: expected a plain torch.Tensor, got a FakeTensor"):
+    with pytest.raises(TypeError, match=r"x: expected a plain torch\.Tensor, got a FakeTensor"):
         bf16_gemv(x, weight)
 
 

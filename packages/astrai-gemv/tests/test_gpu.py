@@ -144,7 +144,7 @@ def check_swiglu(x: Tensor, up: Tensor, gate: Tensor) -> None:
 
 
 def test_swiglu_keeps_the_rounding_of_the_unfused_path() -> None:
-    """With exact dot products (small integers) all that is left is the rounding: it must be equal."""
+    """With exact dot products (small integers) only the rounding is left: it must be equal."""
     x = torch.randint(-2, 3, (4, 64), device="cuda").to(BF16)
     up = torch.randint(-2, 3, (96, 64), device="cuda").to(BF16)
     gate = torch.randint(-1, 2, (96, 64), device="cuda").to(BF16)
@@ -192,7 +192,7 @@ def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
 OPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "gemv": lambda x, w, _: bf16_gemv(x, w),
     "gemv_static": lambda x, w, _: bf16_gemv(x, w, static_weights=True),
-    "swiglu": lambda x, w, g: bf16_swiglu(x, w, g),
+    "swiglu": bf16_swiglu,
     "norm": lambda x, w, _: add_rms_norm(x, x, w[0], 1e-5)[0],
 }
 
@@ -235,7 +235,7 @@ def test_graph_replay_with_changed_inputs(name: str) -> None:
 
 
 def test_first_call_may_be_a_capture() -> None:
-    """Loading the module and raising the shared-memory limit are legal while a stream is captured."""
+    """Loading the module and raising the shared-memory limit are legal in a capture."""
     import subprocess
     import sys
 
@@ -355,5 +355,5 @@ def test_the_plan_knows_the_image() -> None:
     assert info.device_arch == 10 * major + minor
     assert info.image_arch <= info.device_arch
     assert info.sm_count == torch.cuda.get_device_properties(0).multi_processor_count
-    with pytest.raises(RuntimeError, match="cudaGetDevice|cudaSetDevice|invalid device"):
+    with pytest.raises(RuntimeError, match=r"cudaGetDevice|cudaSetDevice|invalid device"):
         _gemv.device_info(100)

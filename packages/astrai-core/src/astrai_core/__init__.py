@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Picks the fastest correct implementation of an op for each call, and says why.
 
-Kernels come from separately installed family wheels; without any, everything runs on torch. Importing
-this package reads no manifest and touches no device: that happens at the first call.
+Kernels come from separately installed family wheels; without any, everything runs on torch.
+Importing this package reads no manifest and touches no device: that happens at the first call.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def name(capability: Capability) -> str:
 
 
 def runs_sass(capability: Capability, arch: str) -> bool:
-    """Machine code runs on its own major version from its own minor on; an `a` target only there."""
+    """Machine code runs on its major version, from its minor on; an `a` target only there."""
     target, exact = parse(arch)
     if exact:
         return capability == target

@@ -83,7 +83,7 @@ class Family:
                 # The package itself imports without it, and would fail at the first call only.
                 importlib.import_module(str(self.native))
                 self._resolved[name] = found = getattr(package, name)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (whatever a broken wheel raises)
                 self.reason = Reason(
                     ReasonKind.IMPORT_ERROR,
                     f"importing {self.package} failed: {_one_line(error)}; {_reinstall(self)}",
@@ -100,8 +100,8 @@ class Family:
             ptx = [f"{a} (PTX)" for a in self.ptx]
             return Reason(
                 ReasonKind.ARCHITECTURE,
-                f"cuda:{index} is sm_{arch.name(capability)}, this {self.distribution} wheel has code "
-                f"for {', '.join([*self.sass, *ptx])}; pip install --force-reinstall "
+                f"cuda:{index} is sm_{arch.name(capability)}, this {self.distribution} wheel has "
+                f"code for {', '.join([*self.sass, *ptx])}; pip install --force-reinstall "
                 f"--no-cache-dir --no-deps {self.distribution}",
             )
         return self._check_driver(by_sass)
@@ -209,7 +209,7 @@ def _read(name: str, entries: list[importlib.metadata.EntryPoint]) -> Family:
         result.reason = Reason(
             ReasonKind.BAD_MANIFEST, f"{entries[0].value}: {error}; {_reinstall(result)}"
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever a broken manifest raises)
         result.reason = Reason(
             ReasonKind.IMPORT_ERROR,
             f"importing {entries[0].value} failed: {_one_line(error)}; {_reinstall(result)}",
@@ -261,7 +261,7 @@ def _arches(name: str, values: tuple[Any, ...]) -> tuple[str, ...]:
     for value in values:
         try:
             arch.parse(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:  # noqa: PERF203
             raise _BadManifestError(f"{name}: {error}") from error
     return values
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selects an implementation for a call: context > environment > measured table > torch.
 
-An op describes its call as a `Call`, which is hashable: the decision for it is computed once. What can
-change between two equal calls (the context, the environment) is part of the description.
+An op describes its call as a `Call`, which is hashable: the decision for it is computed once. What
+can change between two equal calls (the context, the environment) is part of the description.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def use(**implementations: str) -> Iterator[None]:
     """Demands an implementation for ops, in this thread or task, until the end of the block.
 
     ``with use(linear="gemv", swiglu="torch"): ...``. The demand is strict: a call that the
-    implementation cannot serve raises RuntimeError with the reason. Blocks nest; the inner one wins.
+    implementation cannot serve raises RuntimeError with the reason. Blocks nest; the inner wins.
 
     Args:
         implementations: for each op (``linear``, ``swiglu``) ``torch`` or the name of its family.
@@ -252,7 +252,7 @@ def obstacle_in(x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> 
 
 
 def _is_wrapped(x: Tensor) -> bool:
-    functorch = getattr(torch._C, "_functorch", None)
+    functorch = getattr(torch._C, "_functorch", None)  # noqa: SLF001 (there is no public question)
     return functorch is not None and bool(functorch.is_functorch_wrapped_tensor(x))
 
 

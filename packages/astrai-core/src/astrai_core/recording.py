@@ -45,7 +45,8 @@ class Report:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str, str, str, str, tuple[tuple[str, str], ...]], int] = {}
 
-    def _add(self, key: tuple[str, str, str, str, str, tuple[tuple[str, str], ...]]) -> None:
+    def add(self, key: tuple[str, str, str, str, str, tuple[tuple[str, str], ...]]) -> None:
+        """Counts one more call."""
         with self._lock:
             self._counts[key] = self._counts.get(key, 0) + 1
 
@@ -113,4 +114,4 @@ def record(
     """Adds one call to each of the reports."""
     key = (op, shapes, dtype, device, chosen, tuple(passed_over.items()))
     for report in reports:
-        report._add(key)
+        report.add(key)

@@ -86,7 +86,8 @@ _register(
     _fake_linear,
 )
 _register(
-    "bf16_gemv_out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, bool static_weights) -> ()",
+    "bf16_gemv_out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, bool static_weights) "
+    "-> ()",
     lambda x, w, b, out, static: (native.bf16_gemv(x, w, b, out, static), None)[1],
     _fake_out,
 )
@@ -104,7 +105,7 @@ _register(
 _register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool static_weights) "
     "-> (Tensor, Tensor)",
-    lambda x, residual, w, eps, static: native.add_rms_norm(x, residual, w, eps, static),
+    native.add_rms_norm,
     _fake_norm,
 )
 

@@ -22,9 +22,9 @@ def bf16_gemv(
 ) -> Tensor:
     """``out[m, n] = sum_k x[m, k] * weight[n, k] + bias[n]`` for M in 1..8.
 
-    Products are accumulated in fp32 by ``mma.m16n8k16``, in an order that depends on shapes and device
-    only; the bias is added before the one rounding to bf16. The kernel runs on torch's current stream
-    and may be captured into a CUDA graph.
+    Products are accumulated in fp32 by ``mma.m16n8k16``, in an order that depends on shapes and
+    device only; the bias is added before the one rounding to bf16. The kernel runs on torch's
+    current stream and may be captured into a CUDA graph.
 
     Args:
         x: ``[K]`` or ``[M, K]``, bf16, contiguous, any K >= 1.
@@ -32,8 +32,8 @@ def bf16_gemv(
         bias: ``[N]``, bf16, contiguous, or None.
         out: ``[N]`` or ``[M, N]``, bf16, contiguous, sharing no memory with the inputs; allocated
             when None.
-        static_weights: lets the kernel read ``weight`` while the preceding kernel of the stream still
-            runs (sm_90 and newer). Only for weights that no kernel still in flight writes.
+        static_weights: lets the kernel read ``weight`` while the preceding kernel of the stream
+            still runs (sm_90 and newer). Only for weights that no kernel still in flight writes.
 
     Returns:
         ``out``, of shape ``[N]`` for a 1-D ``x`` and ``[M, N]`` otherwise.
@@ -41,8 +41,8 @@ def bf16_gemv(
     Raises:
         ValueError: a shape, a layout or a device that the kernel does not take.
         TypeError: a dtype other than bf16, or an argument that is no plain tensor.
-        RuntimeError: no compiled module, no code for this GPU, an input that requires grad while grad
-            is enabled, or an error of the CUDA runtime.
+        RuntimeError: no compiled module, no code for this GPU, an input that requires grad while
+            grad is enabled, or an error of the CUDA runtime.
     """
     if torch.compiler.is_compiling():
         return _library.bf16_gemv(x, weight, bias, out, static_weights)

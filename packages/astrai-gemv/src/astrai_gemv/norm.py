@@ -22,8 +22,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """``s = x + residual``; ``out = weight * (s * rsqrt(mean(s^2) + eps))``.
 
-    Rounded to bf16 where Llama's modules round: ``s``, the normalised row, the product with ``weight``.
-    The mean is an fp32 sum in a fixed order. RMSNorm: Zhang and Sennrich, 2019.
+    Rounded to bf16 where Llama's modules round: ``s``, the normalised row, the product with
+    ``weight``. The mean is an fp32 sum in a fixed order. RMSNorm: Zhang and Sennrich, 2019.
 
     Args:
         x: ``[K]`` or ``[M, K]``, M in 1..8, bf16, contiguous, any K >= 1.

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import discovery
-from ..policy import OPS, Call, Decision, decide, mode, selected
+from astrai_core import discovery
+from astrai_core.policy import OPS, Call, Decision, decide, mode, selected
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import recording
-from ..policy import Decision, decide, describe, obstacle_in
+from astrai_core import recording
+from astrai_core.policy import Decision, decide, describe, obstacle_in
 
 __all__ = ["linear"]
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import recording
-from ..policy import Decision, decide, describe, obstacle_in
+from astrai_core import recording
+from astrai_core.policy import Decision, decide, describe, obstacle_in
+
 from .linear import linear
 
 __all__ = ["swiglu"]
@@ -17,9 +18,9 @@ __all__ = ["swiglu"]
 def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
     """``(x @ up_weight.T) * silu(x @ gate_weight.T)``.
 
-    For 1 to 8 tokens in bf16 on a GPU one kernel of the gemv family may compute all of it, with the
-    roundings of the unfused computation; selected by `use`, then ``ASTRAI_SWIGLU``, then the measured
-    table. Otherwise the two projections are calls of `linear`, and torch multiplies.
+    For 1 to 8 tokens in bf16 on a GPU one kernel of the gemv family may compute all of it, with
+    the roundings of the unfused computation; selected by `use`, then ``ASTRAI_SWIGLU``, then the
+    measured table. Otherwise the two projections are calls of `linear`, and torch multiplies.
 
     Args:
         x: ``[..., K]``.

@@ -2,8 +2,8 @@
 """Measured tables: for which calls an implementation is the fastest correct one, per architecture.
 
 A table is a JSON file ``sm_<arch>.json``: ``{"arch": ..., "rows": [...]}``. A row names an op, an
-implementation, the bands (inclusive ``[low, high]``, high may be null) of M, N and K that it holds for,
-optionally ``k_multiple_of``, and the measurement behind it. What no row covers runs on torch.
+implementation, the bands of M, N and K that it holds for (inclusive ``[low, high]``, high may be
+null), optionally ``k_multiple_of``, and the measurement behind it. What no row covers is torch's.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def available() -> dict[tuple[int, int], tuple[Row, ...]]:
 def rows_for(capability: tuple[int, int]) -> tuple[Row, ...]:
     """The rows that hold on a device.
 
-    An architecture without a table uses the nearest lower one for linears of M 2 to 4, and torch for
-    everything else.
+    An architecture without a table uses the nearest lower one for linears of M 2 to 4, and torch
+    for everything else.
     """
     tables = available()
     if capability in tables:
