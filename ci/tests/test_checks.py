@@ -12,6 +12,7 @@ def file(tmp_path, monkeypatch):
 
     def write(name, text):
         path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
 
@@ -25,6 +26,11 @@ def file(tmp_path, monkeypatch):
         ("a.h", '\n  # include "c10/core/Device.h"\n', "a.h:2: a torch header below Python"),
         ("a.cuh", "//\n" * 601, "a.cuh: 601 lines, more than 600: split it"),
         ("a.py", "#\n" * 401, "a.py: 401 lines, more than 400: split it"),
+        (
+            "src/astrai_gemv/a.py",
+            "import_module('astrai_core')\n",
+            "src/astrai_gemv/a.py:1: names another package than astrai_gemv",
+        ),
         (
             "a.md",
             "pip install --index-url " + "https://example.com/",
@@ -42,6 +48,7 @@ def test_a_violation_is_named(file, name, text, error):
     [
         ("a.cu", "#include <cuda_bf16.h>\n// without torch/ATen\n" + "//\n" * 598),
         ("a.py", "'#include <torch/torch.h>'\n"),
+        ("src/astrai_gemv/a.py", "import astrai_gemv  # pip install astrai-core[gemv]\n"),
         ("a.md", "pip install --no-index --find-links dist astrai-core\n"),
     ],
 )

@@ -73,7 +73,7 @@ def _describe(
             obstacle = "an operand is not contiguous"
     gpu = -1
     if x.device.type == "cuda":
-        gpu = x.device.index if x.device.index is not None else 0
+        gpu = x.get_device()
     m = 1
     for size in x.shape[:-1]:
         m *= size

@@ -37,13 +37,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # It needs torch._dynamo, whose import takes a second.
         from . import _traced
 
-        return _traced.linear(x, weight, bias)  # type: ignore[no-any-return]
+        return _traced.linear(x, weight, bias)
     decision = _decide(x, weight, bias)
     if decision.kernel is None:
         return F.linear(x, weight, bias)
     if x.dim() <= 2:
-        return decision.kernel(x, weight, bias)  # type: ignore[no-any-return]
-    y = decision.kernel(x.view(-1, x.shape[-1]), weight, bias)
+        flat: Tensor = decision.kernel(x, weight, bias)
+        return flat
+    y: Tensor = decision.kernel(x.view(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -39,13 +39,14 @@ def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
         # It needs torch._dynamo, whose import takes a second.
         from . import _traced
 
-        return _traced.swiglu(x, up_weight, gate_weight)  # type: ignore[no-any-return]
+        return _traced.swiglu(x, up_weight, gate_weight)
     decision = _decide(x, up_weight, gate_weight)
     if decision.kernel is None:
         return linear(x, up_weight) * F.silu(linear(x, gate_weight))
     if x.dim() <= 2:
-        return decision.kernel(x, up_weight, gate_weight)  # type: ignore[no-any-return]
-    y = decision.kernel(x.view(-1, x.shape[-1]), up_weight, gate_weight)
+        flat: Tensor = decision.kernel(x, up_weight, gate_weight)
+        return flat
+    y: Tensor = decision.kernel(x.view(-1, x.shape[-1]), up_weight, gate_weight)
     return y.view(*x.shape[:-1], up_weight.shape[0])
 
 

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a GPU, with the gemv family installed: selection, compiled code, and greedy text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import astrai_core
+import pytest
+import torch
+import torch.nn.functional as F
+from astrai_core import doctor, policy
+from astrai_core.generate import packaged_model
+from astrai_core.integrations.transformers import patch, read_model
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+NEW_TOKENS = 128
+PROMPTS = [
+    "Why is the sky blue?",
+    "Write a short story about a lighthouse keeper.",
+    "List five prime numbers and explain why they are prime.",
+    "Explain what a hash table is to a child.",
+    "Give me a recipe for bread.",
+    "What happened in the year 1969?",
+    "Translate 'good morning' into French, German and Spanish.",
+    "Write a Python function that reverses a list.",
+]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=BF16)
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (4, 2, 64)])
+def test_forced_kernels_serve_any_leading_shape(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASTRAI_GEMV", "1")
+    monkeypatch.setenv("ASTRAI_SWIGLU", "1")
+    x, w, g = randn(*shape) * 0.1, randn(40, 64), randn(40, 64)
+    with torch.no_grad(), astrai_core.explain() as report:
+        y, z = astrai_core.linear(x, w), astrai_core.swiglu(x, w, g)
+    assert [row.chosen for row in report.rows] == ["gemv", "gemv"]
+    torch.testing.assert_close(y, F.linear(x, w), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(z, F.linear(x, w) * F.silu(F.linear(x, g)), atol=2e-2, rtol=2e-2)
+
+
+def test_unsupported_calls_fall_back_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASTRAI_GEMV", "1")
+    x, w = randn(4, 64), randn(40, 64)
+    calls = {
+        "M = 9": lambda: astrai_core.linear(randn(9, 64), w),
+        "float16": lambda: astrai_core.linear(x.half(), w.half()),
+        "not contiguous": lambda: astrai_core.linear(randn(64, 4).t(), w),
+        "requires grad": lambda: astrai_core.linear(x, w.clone().requires_grad_()),
+        "different devices": lambda: astrai_core.linear(x, w.cpu()),
+    }
+    for words, call in calls.items():
+        with astrai_core.explain() as report:
+            if words == "different devices":
+                with pytest.raises(RuntimeError):
+                    call()
+            else:
+                call()
+        (row,) = report.rows
+        assert row.chosen == "torch"
+        assert words in row.passed_over["gemv"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_compile_fullgraph() -> None:
+    x, w, g = randn(2, 1, 256) * 0.1, randn(512, 256), randn(512, 256)
+
+    def mlp(x: Tensor) -> Tensor:
+        return astrai_core.swiglu(x, w, g) + astrai_core.linear(x, w)
+
+    with torch.no_grad(), astrai_core.use(linear="gemv", swiglu="gemv"):
+        assert torch.equal(torch.compile(mlp, fullgraph=True)(x), mlp(x))
+
+
+def test_doctor_finds_nothing_wrong() -> None:
+    report = doctor.diagnose()
+    assert doctor.healthy(report)
+    chosen = {(check["op"], check["chosen"]) for check in report["checks"]}
+    assert {("linear", "gemv"), ("swiglu", "gemv")} <= chosen
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The packaged model, or the one that ASTRAI_TEST_MODEL names."""
+    named = os.environ.get("ASTRAI_TEST_MODEL")
+    network, tokenizer = read_model(Path(named) if named else packaged_model(), lambda *_: None)
+    return network.to("cuda").eval(), tokenizer
+
+
+def greedy(network: Any, prompts: Tensor) -> Tensor:
+    return network.generate(  # type: ignore[no-any-return]
+        prompts, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("gemv", "swiglu"), [("auto", "auto"), ("1", "0"), ("1", "1")])
+def test_greedy_text_differs_at_ties_only(
+    model: Any, gemv: str, swiglu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teacher-forced on our own text, torch's logit of each of our tokens is the largest, or within
+    2 ulp of bf16 of it."""
+    network, tokenizer = model
+    monkeypatch.setenv("ASTRAI_GEMV", gemv)
+    monkeypatch.setenv("ASTRAI_SWIGLU", swiglu)
+    policy.forget()
+    for prompt in PROMPTS:
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )["input_ids"].to("cuda")
+        with torch.inference_mode(), astrai_core.explain() as report, patch(network):
+            text = greedy(network, ids)
+        decoded = [row for row in report.rows if row.shapes.startswith("x [1, 1,")]
+        assert any(row.chosen == "gemv" for row in decoded)
+        with torch.inference_mode():
+            logits = network(text).logits[0, ids.shape[1] - 1 : -1].float()
+        chosen = logits.gather(-1, text[0, ids.shape[1] :, None]).squeeze(-1)
+        best = logits.max(-1).values
+        ulp = torch.exp2(best.abs().log2().floor() - 7)
+        assert ((best - chosen) / ulp).max().item() <= 2
