@@ -66,6 +66,8 @@ def package_errors(versions: dict[str, Any], folder: Path) -> list[str]:
     floor = f"torch>={versions['torch']['minimum']}"
     if floor not in project.get("dependencies", []):
         errors.append(f"{where}: dependencies lack {floor}")
+    if (folder / "LICENSE").read_text() != (ROOT / "LICENSE").read_text():
+        errors.append(f"{where}: LICENSE differs from the repository's")
     if "cuda-toolkit[" in text:
         pin = f"cuda-toolkit[nvcc,cudart,crt,nvvm,cccl]=={versions['cuda']['toolkit']}.*"
         if pin not in text:

@@ -89,10 +89,12 @@ def repository(tmp_path, monkeypatch):
     """A family that agrees with its matrix, and the means to write it differently."""
     monkeypatch.setattr(check_versions, "ROOT", tmp_path)
     (tmp_path / "ci").mkdir()
+    (tmp_path / "LICENSE").write_text("Apache")
     for config in ("importlinter.ini", "mypy.ini"):
         (tmp_path / "ci" / config).write_text("astrai_x astrai-x")
     folder = tmp_path / "packages/astrai-x"
     folder.mkdir(parents=True)
+    (folder / "LICENSE").write_text("Apache")
     (folder / "CMakeLists.txt").write_text(
         "astrai_family(ARCHITECTURES 80 90a 80-virtual\n KERNELS)"
     )
@@ -124,18 +126,20 @@ def test_a_family_agrees_with_the_matrix(family, extras, error):
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("", "", None),
+        ("13.0", "13.0", None),
         (">=3.10", ">=3.9", "requires-python is not >=3.10"),
         ("torch>=2.10", "torch", "dependencies lack torch>=2.10"),
         ("==13.0.*", "==13.1.*", "the compiler from PyPI is not"),
+        ("Apache", "MIT", "LICENSE differs from the repository's"),
     ],
 )
-def test_a_package_agrees_with_the_matrix(repository, old, new, error):
+def test_a_package_agrees_with_the_repository(repository, old, new, error):
     text = (
         '[project]\nrequires-python = ">=3.10"\ndependencies = ["torch>=2.10"]\n'
         '[tool.x]\nrequires = ["cuda-toolkit[nvcc,cudart,crt,nvvm,cccl]==13.0.*"]\n'
     )
-    (repository / "pyproject.toml").write_text(text.replace(old, new) if old else text)
+    (repository / "pyproject.toml").write_text(text.replace(old, new))
+    (repository / "LICENSE").write_text("Apache".replace(old, new))
     versions = {
         "python": {"supported": ["3.10"]},
         "torch": {"minimum": "2.10"},

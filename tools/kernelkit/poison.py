@@ -16,7 +16,8 @@ from torch import Tensor
 
 GUARD_BYTES = 1024
 
-# A NaN that no arithmetic produces: its payload is neither the default one nor one of an input.
+# A NaN with a payload that no arithmetic produces. Formats of one byte have no payload: there a NaN
+# that was written counts as missing.
 _SENTINELS = {
     1: (torch.uint8, 0x7F),
     2: (torch.int16, 0x7FA5),

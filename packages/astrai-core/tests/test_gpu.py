@@ -7,14 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import astrai_core
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+import astrai_core
 from astrai_core import doctor, policy
 from astrai_core.generate import packaged_model
 from astrai_core.integrations.transformers import patch, read_model
-from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
