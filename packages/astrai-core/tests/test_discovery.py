@@ -103,19 +103,19 @@ def test_a_manifest_with_a_wrong_or_missing_attribute(site: Site, name: str, spo
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "text"),
+    ("name", "value", "text"),
     [
+        ("CUDA", "13", "expected a version such as '13.0', got '13'"),
+        ("CUDA", "thirteen", "got 'thirteen'"),
         ("NAME", "other", "expected 'gemv', got 'other'"),
         ("SASS", ("80", "sm_90"), "got 'sm_90'"),
         ("PTX", (80,), "PTX: "),
         ("PTX", "80", "expected tuple, got '80'"),
     ],
 )
-def test_a_manifest_with_a_wrong_value(
-    site: Site, attribute: str, value: object, text: str
-) -> None:
-    site.add(**{attribute: value})
-    expect(family("gemv").reason, ReasonKind.BAD_MANIFEST, attribute, text, REINSTALL)
+def test_a_manifest_with_a_wrong_value(site: Site, name: str, value: object, text: str) -> None:
+    site.add(**{name: value})
+    expect(family("gemv").reason, ReasonKind.BAD_MANIFEST, name, text, REINSTALL)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ def test_a_row_has_open_bands_by_default() -> None:
     assert parse(table(ROW, full), "t")[1] == row(n=(16, 32), k=(64, None), k_multiple_of=8)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"arch": "sm_90"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"arch": "sm_90"}', '{"rows": null}', '{"rows": {}}']
+)
 def test_a_text_that_is_no_table(text: str) -> None:
     with pytest.raises(ValueError, match=r"sm_1\.json: expected an object with a list 'rows'"):
         parse(text, "sm_1.json")

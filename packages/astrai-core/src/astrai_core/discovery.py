@@ -246,6 +246,8 @@ def _fill(result: Family, manifest: ModuleType) -> None:
     result.package = field_of("PACKAGE", str)
     result.native = field_of("NATIVE", str)
     result.cuda = field_of("CUDA", str, type(None))
+    if result.cuda is not None and not re.match(r"[0-9]+\.[0-9]+(\.|$)", result.cuda):
+        raise _BadManifestError(f"CUDA: expected a version such as '13.0', got {result.cuda!r}")
     result.sass = _arches("SASS", field_of("SASS", tuple))
     result.ptx = _arches("PTX", field_of("PTX", tuple))
     result.ops = {op: tuple(dtypes) for op, dtypes in field_of("OPS", dict).items()}

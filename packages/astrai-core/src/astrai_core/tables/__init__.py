@@ -53,6 +53,8 @@ def parse(text: str, origin: str) -> tuple[Row, ...]:
         raise ValueError(
             f"{origin}: expected an object with a list 'rows', got {error!r}"
         ) from error
+    if type(rows) is not list:
+        raise ValueError(f"{origin}: expected an object with a list 'rows', got {rows!r}")
     return tuple(_row(row, f"{origin}: row {number}") for number, row in enumerate(rows, 1))
 
 

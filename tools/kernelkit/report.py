@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renders the benchmark tables of the docs from their JSON: ``python -m kernelkit.report FOLDER``.
+
+With ``--check``, nothing is written, and the exit status is 1 if the page is not what the JSON says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kernelkit.results import Row, load, markdown
+
+# Ops of each family in the order of the page; the first provider is what the others are compared with.
+TABLES: dict[str, dict[str, tuple[str, ...]]] = {
+    "gemv": {
+        "bf16_gemv": ("cublas", "astrai", "astrai-static"),
+        "bf16_swiglu": ("torch", "astrai", "astrai-static"),
+        "add_rms_norm": ("torch", "astrai", "astrai-static"),
+        "chain": ("cublas", "astrai", "astrai-static"),
+        "host": ("cublas", "astrai"),
+    }
+}
+HEAD = """# Benchmarks
+
+Written by `python -m kernelkit.report docs/benchmarks` from the JSON beside it, which `nox -s bench`
+writes on the GPU. Microseconds, medians. Device time is per node of a CUDA graph of at least 32 calls
+over operands of more than 400 MB in all (cold L2), except `chain`, which is per decoder layer, and
+`host`, which is the host time of one eager call. `astrai-static` is `static_weights=True`.
+"""
+
+
+def speedup(rows: Sequence[Row], op: str, base: str, provider: str) -> float | None:
+    """Geometric mean over cases of base's time over provider's."""
+    times = {(row.case, row.provider): row.median_us for row in rows if row.op == op}
+    ratios = [
+        times[case, base] / time
+        for (case, name), time in times.items()
+        if name == provider and (case, base) in times
+    ]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+def render(folder: Path) -> str:
+    """The page for all files ``folder/<gpu>/<family>.json``."""
+    parts = [HEAD]
+    for path in sorted(folder.glob("*/*.json")):
+        rows = load(path)
+        first = rows[0]
+        parts.append(
+            f"\n## {first.family} on {first.gpu}\n\n"
+            f"torch {first.torch}, CUDA {first.cuda}, driver {first.driver}, {first.date}\n"
+        )
+        for op, (base, *others) in TABLES[first.family].items():
+            means = [(name, speedup(rows, op, base, name)) for name in others]
+            said = ", ".join(f"`{name}` {mean:.2f}x" for name, mean in means if mean is not None)
+            parts.append(f"\n### {op}\n\nGeometric mean against `{base}`: {said}\n\n")
+            parts.append(markdown(rows, op, (base, *others)))
+    return "".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes or checks the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args(argv)
+    page, text = args.folder / "README.md", render(args.folder)
+    if args.check:
+        if page.read_text("utf-8") == text:
+            return 0
+        print(f"{page} is not what its JSON says: python -m kernelkit.report {args.folder}")
+        return 1
+    page.write_text(text, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kernelkit import report
+from kernelkit.results import Environment, merge, results_path
+
+ENV = Environment("NVIDIA H200", "2.11.0", "13.0", "580.1", "2026-11-30")
+DOCS = Path(__file__).parents[3] / "docs" / "benchmarks"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [
+        ENV.row("gemv", "bf16_gemv", f"M=1,N={n},K=8", provider, time)
+        for n, times in {64: (8.0, 4.0), 128: (8.0, 1.0)}.items()
+        for provider, time in zip(("cublas", "astrai"), times, strict=True)
+    ]
+    merge(results_path(tmp_path, ENV.gpu, "gemv"), rows)
+    return tmp_path
+
+
+def test_the_page_holds_times_and_geometric_means(folder: Path) -> None:
+    assert report.main([str(folder)]) == 0
+    page = (folder / "README.md").read_text("utf-8")
+    assert "Geometric mean against `cublas`: `astrai` 4.00x" in page
+    assert "| M=1,N=64,K=8 | 8.0 | 4.0 |  |" in page
+
+
+def test_check_finds_a_page_that_was_edited(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.main([str(folder)])
+    assert report.main([str(folder), "--check"]) == 0
+    page = folder / "README.md"
+    page.write_text(page.read_text("utf-8").replace("4.00x", "5.00x"), "utf-8")
+    assert report.main([str(folder), "--check"]) == 1
+    assert "is not what its JSON says" in capsys.readouterr().out
+
+
+def test_the_committed_page_is_what_its_json_says() -> None:
+    assert report.main([str(DOCS), "--check"]) == 0
