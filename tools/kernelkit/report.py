@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders the benchmark tables of the docs from their JSON: ``python -m kernelkit.report FOLDER``.
 
-With ``--check``, nothing is written, and the exit status is 1 if the page is not what the JSON says.
+With ``--check``, nothing is written, and the exit status is 1 if the page differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kernelkit.results import Row, load, markdown
 
-# Ops of each family in the order of the page; the first provider is what the others are compared with.
+# Ops of each family in the order of the page; the first provider is the base of comparison.
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "gemv": {
         "bf16_gemv": ("cublas", "astrai", "astrai-static"),
@@ -26,10 +26,11 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 HEAD = """# Benchmarks
 
-Written by `python -m kernelkit.report docs/benchmarks` from the JSON beside it, which `nox -s bench`
-writes on the GPU. Microseconds, medians. Device time is per node of a CUDA graph of at least 32 calls
-over operands of more than 400 MB in all (cold L2), except `chain`, which is per decoder layer, and
-`host`, which is the host time of one eager call. `astrai-static` is `static_weights=True`.
+Written by `python -m kernelkit.report docs/benchmarks` from the JSON beside it, which
+`nox -s bench` writes on the GPU. Microseconds, medians. Device time is per node of a CUDA graph
+of at least 32 calls over operands of more than 400 MB in all (cold L2), except `chain`, which is
+per decoder layer, and `host`, which is the host time of one eager call. `astrai-static` is
+`static_weights=True`.
 """
 
 
