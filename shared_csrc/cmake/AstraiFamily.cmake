@@ -23,7 +23,8 @@ macro(astrai_find_nvcc)
       OUTPUT_STRIP_TRAILING_WHITESPACE
       RESULT_VARIABLE ASTRAI_CUDA_STATUS
       ERROR_QUIET)
-    if(NOT ASTRAI_CUDA_STATUS EQUAL 0)
+    # Torch brings the package too, without the compiler.
+    if(NOT ASTRAI_CUDA_STATUS EQUAL 0 OR NOT EXISTS "${ASTRAI_CUDA_ROOT}/bin/nvcc")
       message(FATAL_ERROR
         "No CUDA compiler. Set CUDACXX to an nvcc of CUDA 12.8 or newer, or install "
         "'cuda-toolkit[nvcc,cudart,crt,nvvm,cccl]==13.0.*', or set CSRC_KERNELS=false to build "
