@@ -131,11 +131,13 @@ def test_context_is_per_thread_and_task() -> None:
         ("requires grad", {"w": torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)}),
     ],
 )
-def test_obstacles_in_tensors(words: str, changes: dict[str, torch.Tensor]) -> None:
+def test_obstacles_in_tensors(
+    words: str, changes: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ones = {"x": torch.ones(2, 8), "w": torch.ones(4, 8), "b": torch.ones(4)}
     t = {**{name: value.bfloat16() for name, value in ones.items()}, **changes}
     assert words in str(policy.obstacle_in(t["x"], (t["w"],), t["b"]))
     t = {name: value.bfloat16() for name, value in ones.items()}
     assert policy.obstacle_in(t["x"], (t["w"],), t["b"]) is None
-    with torch.autocast("cpu"):
-        assert policy.obstacle_in(t["x"], (t["w"],), None) == "autocast is active"
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    assert policy.obstacle_in(t["x"], (t["w"],), None) == "autocast is active"

@@ -7,9 +7,20 @@ Importing this package reads no manifest and touches no device: that happens at 
 
 from __future__ import annotations
 
+from typing import Any
+
 from .discovery import families
 from .ops import linear, swiglu
 from .policy import use
 from .recording import explain
 
-__all__ = ["explain", "families", "linear", "swiglu", "use"]
+__all__ = ["__version__", "explain", "families", "linear", "swiglu", "use"]
+
+
+def __getattr__(name: str) -> Any:
+    # Searching the installed metadata takes longer than the rest of this import.
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("astrai-core")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import platform
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -145,6 +147,11 @@ def family(name: str) -> Family:
         raise ValueError(f"family: expected one of {known}, got {name!r}") from None
 
 
+def find(name: str) -> Family:
+    """A family by its name, which need not be installed, nor be offered as an extra."""
+    return _registry().get(name) or _not_installed(name)
+
+
 def forget() -> None:
     """Makes the next question read the installed distributions again."""
     with _lock:
@@ -161,17 +168,16 @@ def _registry() -> dict[str, Family]:
             if all((e.value, _owner(e)) != (entry.value, _owner(entry)) for e in seen):
                 seen.append(entry)
         registry = {name: _read(name, entries) for name, entries in found.items()}
-        for name in _extras():
-            if name not in registry:
-                registry[name] = Family(
-                    name,
-                    f"astrai-{name}",
-                    reason=Reason(
-                        ReasonKind.NOT_INSTALLED,
-                        f'astrai-{name} is not installed; pip install "astrai-core[{name}]"',
-                    ),
-                )
+        registry |= {name: _not_installed(name) for name in _extras() if name not in registry}
         return dict(sorted(registry.items()))
+
+
+def _not_installed(name: str) -> Family:
+    if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
+        text = f'astrai-{name} is not installed; pip install "astrai-core[{name}]"'
+    else:
+        text = f"astrai-{name} is not made for {sys.platform} on {platform.machine()}"
+    return Family(name, f"astrai-{name}", reason=Reason(ReasonKind.NOT_INSTALLED, text))
 
 
 def _extras() -> Iterable[str]:
@@ -250,7 +256,7 @@ def _fill(result: Family, manifest: ModuleType) -> None:
         raise _BadManifestError(f"CUDA: expected a version such as '13.0', got {result.cuda!r}")
     result.sass = _arches("SASS", field_of("SASS", tuple))
     result.ptx = _arches("PTX", field_of("PTX", tuple))
-    result.ops = {op: tuple(dtypes) for op, dtypes in field_of("OPS", dict).items()}
+    result.ops = _ops(field_of("OPS", dict))
     if result.cuda is None or not result.sass + result.ptx:
         result.reason = Reason(
             ReasonKind.NO_KERNELS,
@@ -266,6 +272,16 @@ def _arches(name: str, values: tuple[Any, ...]) -> tuple[str, ...]:
         except (TypeError, ValueError) as error:  # noqa: PERF203
             raise _BadManifestError(f"{name}: {error}") from error
     return values
+
+
+def _ops(ops: dict[Any, Any]) -> dict[str, tuple[str, ...]]:
+    for op, dtypes in ops.items():
+        names = (op, *dtypes) if isinstance(dtypes, tuple) else (None,)
+        if not all(isinstance(name, str) for name in names):
+            raise _BadManifestError(
+                f"OPS: expected a tuple of dtype names for each op, got {op!r}: {dtypes!r}"
+            )
+    return dict(ops)
 
 
 def _reinstall(family: Family) -> str:

@@ -69,7 +69,7 @@ def diagnose() -> dict[str, Any]:
         },
         "astrai_core": {"version": _version(), "contract": CONTRACT},
         "gpus": gpus,
-        "selection": {spec.variable: mode(op) for op, spec in OPS.items()},
+        "selection": {spec.variable: _mode(op) for op, spec in OPS.items()},
         "families": [_family(f) for f in families()],
         "checks": [vars(check) for check in checks],
     }
@@ -81,6 +81,13 @@ def healthy(report: dict[str, Any]) -> bool:
         return False
     installed = [f for f in report["families"] if f["version"] is not None]
     return not report["gpus"] or not any(f["reason"] or f["reason_by_gpu"] for f in installed)
+
+
+def _mode(op: str) -> str:
+    try:
+        return mode(op)
+    except ValueError as error:
+        return str(error)
 
 
 def _version() -> str:

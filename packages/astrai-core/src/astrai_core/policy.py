@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from . import device, discovery, tables
@@ -90,7 +91,8 @@ class Call(NamedTuple):
         m: tokens: the product of x's leading dimensions.
         n: outputs.
         k: reduction length.
-        obstacle: what keeps the kernel from this call whatever it is, or None.
+        obstacle: what keeps the kernel from this call whatever it is, or None. With one, device and
+            sizes may be -1: no decision depends on them.
     """
 
     op: str
@@ -113,6 +115,9 @@ class Decision(NamedTuple):
 
 def describe(op: str, x: Tensor, n: int, obstacle: str | None) -> Call:
     """A `Call` of `op` on x, with the selection that is in force now."""
+    if obstacle is not None:
+        # Sizes would make the decisions many, and those of some operands cannot be asked or hashed.
+        return Call(op, selected(op), mode(op), -1, -1, -1, -1, obstacle)
     k = x.shape[-1]
     return Call(
         op,
@@ -122,7 +127,7 @@ def describe(op: str, x: Tensor, n: int, obstacle: str | None) -> Call:
         x.numel() // k if k else 0,
         n,
         k,
-        obstacle,
+        None,
     )
 
 
@@ -165,12 +170,7 @@ def _decide(call: Call) -> Decision:
     obstacle = _not_selected(call, spec) or call.obstacle or _unsupported(call)
     kernel = None
     if obstacle is None:
-        family = discovery.family(spec.family)
-        reason = family.reason_on(call.gpu)
-        if reason is None:
-            kernel = family.op(spec.kernel)
-            reason = family.reason
-        obstacle = None if reason is None else reason.text
+        kernel, obstacle = _kernel(spec, call.gpu)
     if obstacle is None and call.demanded is None and call.mode == "auto":
         obstacle = _outside_table(call, spec)
     if obstacle is None:
@@ -184,6 +184,19 @@ def _decide(call: Call) -> Decision:
     if call.demanded == spec.family:
         return Decision(spec.family, None, {spec.family: obstacle})
     return Decision(TORCH, None, {spec.family: obstacle})
+
+
+def _kernel(spec: OpSpec, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
+    """The op's kernel for a device, or why there is none."""
+    family = discovery.find(spec.family)
+    reason = family.reason_on(gpu)
+    if reason is not None:
+        return None, reason.text
+    if "bfloat16" not in family.ops.get(spec.kernel, ()):
+        what = f"{family.distribution} {family.version} has no {spec.kernel} for bfloat16"
+        return None, f"{what}; pip install -U {family.distribution}"
+    kernel = family.op(spec.kernel)
+    return kernel, None if family.reason is None else family.reason.text
 
 
 def _not_selected(call: Call, spec: OpSpec) -> str | None:
@@ -225,35 +238,64 @@ def _outside_table(call: Call, spec: OpSpec) -> str | None:
 
 
 def obstacle_in(x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> str | None:
-    """What in the tensors of a call rules a bf16 kernel out: the first thing, as a sentence."""
-    tensors = (x, *weights) if bias is None else (x, *weights, bias)
+    """What in the operands of a call rules a bf16 kernel out: the first thing, as a sentence."""
     grad = torch.is_grad_enabled()
-    for tensor in tensors:
+    place = None
+    for tensor in (x, *weights) if bias is None else (x, *weights, bias):
         if type(tensor) is not Tensor and type(tensor) is not Parameter:
             return f"{type(tensor).__name__} is no plain tensor"
         if tensor.dtype is not torch.bfloat16:
             return f"{str(tensor.dtype).removeprefix('torch.')} operands: the kernel takes bfloat16"
         if grad and tensor.requires_grad:
             return "training: an operand requires grad, and the kernel has no backward"
-        if tensor.get_device() != x.get_device():
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return "an operand is sparse or nested"
+        if place is None:
+            place = tensor.get_device()
+        elif tensor.get_device() != place:
             return "operands on different devices"
+    return _observer() or _obstacle_in_layout(x, weights, bias)
+
+
+def _obstacle_in_layout(x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> str | None:
     if not x.is_contiguous():
         return "x is not contiguous"
+    shape = weights[0].shape
+    if x.shape[-1:] != shape[1:] or len(shape) != 2:
+        return "the shapes do not fit"
     for weight in weights:
-        if weight.dim() != 2 or weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+        if weight.shape != shape:
+            return "the shapes do not fit"
+        outer, inner = weight.stride()
+        if inner != 1 or outer < shape[1]:
             return "the rows of a weight are not contiguous"
-    if bias is not None and not bias.is_contiguous():
-        return "bias is not contiguous"
-    if torch.is_autocast_enabled(x.device.type):
-        return "autocast is active"
-    if _is_wrapped(x):
-        return "functorch transforms the call"
+    if bias is not None:
+        if bias.shape != shape[:1]:
+            return "the shapes do not fit"
+        if not bias.is_contiguous():
+            return "bias is not contiguous"
     return None
 
 
-def _is_wrapped(x: Tensor) -> bool:
-    functorch = getattr(torch._C, "_functorch", None)  # noqa: SLF001 (there is no public question)
-    return functorch is not None and bool(functorch.is_functorch_wrapped_tensor(x))
+# torch has no public questions for these.
+_functorch_level = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_jit_trace = torch._C._get_tracing_state  # noqa: SLF001
+
+
+def _observer() -> str | None:
+    """What would miss a call that torch does not see: a kernel's call passes its dispatcher by."""
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast is active"
+    if _functorch_level() is not None:
+        return "functorch transforms the call"
+    if _dispatch_modes():
+        return "a TorchDispatchMode is active"
+    if _jit_trace() is not None:
+        return "torch.jit.trace records the call"
+    if forward_ad._current_level >= 0:  # noqa: SLF001
+        return "forward-mode differentiation is active"
+    return None
 
 
 def forget() -> None:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from torch import Tensor
+
 _active: contextvars.ContextVar[tuple[Report, ...]] = contextvars.ContextVar(
     "astrai_explain", default=()
 )
@@ -95,6 +97,11 @@ def explain() -> Iterator[Report]:
         yield report
     finally:
         _active.reset(token)
+
+
+def shape_of(tensor: Tensor) -> str:
+    """The shape as text; a nested tensor has none."""
+    return "nested" if tensor.is_nested else str([*tensor.shape])
 
 
 def active() -> tuple[Report, ...]:

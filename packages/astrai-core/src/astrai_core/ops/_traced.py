@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from astrai_core import discovery
-from astrai_core.policy import OPS, Call, Decision, decide, mode, selected
+from astrai_core.policy import MAX_TOKENS, OPS, Call, Decision, decide, mode, selected
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -30,10 +31,23 @@ def _decide(call: tuple[Any, ...]) -> Decision:
     return decide(Call(op, selected(op), mode(op), *rest))
 
 
+def _namespace_of(op: str, x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> str:
+    """`_namespace` of a call, for sizes that may be symbols."""
+    call = _describe(op, x, weights, bias)
+    if call is None:
+        return ""
+    _, gpu, m, n, k, obstacle = call
+    if obstacle is None and gpu < 0:
+        obstacle = "x is not on a CUDA device"
+    if obstacle is not None:
+        return str(_namespace((op, -1, -1, -1, -1, obstacle)))
+    # A decision is about sizes, so the trace is bound to them; int() would leave them symbols.
+    return str(_namespace((op, gpu, index(m), index(n), index(k), None)))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`astrai_core.linear` in a trace."""
-    call = _describe("linear", x, (weight,), bias)
-    namespace = "" if call is None else _namespace(call)
+    namespace = _namespace_of("linear", x, (weight,), bias)
     if not namespace:
         return F.linear(x, weight, bias)
     kernel = getattr(getattr(torch.ops, namespace), OPS["linear"].kernel)
@@ -43,8 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
     """`astrai_core.swiglu` in a trace."""
-    call = _describe("swiglu", x, (up_weight, gate_weight), None)
-    namespace = "" if call is None else _namespace(call)
+    namespace = _namespace_of("swiglu", x, (up_weight, gate_weight), None)
     if not namespace:
         return linear(x, up_weight, None) * F.silu(linear(x, gate_weight, None))
     kernel = getattr(getattr(torch.ops, namespace), OPS["swiglu"].kernel)
@@ -71,10 +84,20 @@ def _describe(
             obstacle = "operands on different devices"
         elif not tensor.is_contiguous():
             obstacle = "an operand is not contiguous"
-    gpu = -1
-    if x.device.type == "cuda":
-        gpu = x.get_device()
+    if any(w.shape != weights[0].shape for w in weights) or (
+        bias is not None and bias.shape != weights[0].shape[:1]
+    ):
+        obstacle = "the shapes do not fit"
+    elif torch.is_autocast_enabled(x.device.type):
+        obstacle = "autocast is active"
     m = 1
     for size in x.shape[:-1]:
         m *= size
-    return op, gpu, int(m), int(weights[0].shape[0]), int(x.shape[-1]), obstacle
+    # Compared, not read: a trace for a prompt then serves prompts of any length.
+    if obstacle is None and m > MAX_TOKENS:
+        obstacle = f"the kernel takes 1 to {MAX_TOKENS} tokens"
+    return op, _gpu_of(x), m, weights[0].shape[0], x.shape[-1], obstacle
+
+
+def _gpu_of(x: Tensor) -> int:
+    return x.get_device() if x.device.type == "cuda" else -1

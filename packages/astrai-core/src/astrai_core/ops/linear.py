@@ -56,15 +56,15 @@ def _decide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Decision:
         or (bias is not None and bias.shape != weight.shape[:1])
     ):
         obstacle = "the shapes do not fit"
-    n = weight.shape[0] if weight.dim() else 0
-    call = describe("linear", x if x.dim() else x[None], n, obstacle)
+    n = weight.shape[0] if obstacle is None else -1
+    call = describe("linear", x, n, obstacle)
     decision = decide(call)
     if reports := recording.active():
-        shapes = f"x {[*x.shape]} weight {[*weight.shape]}" + ("" if bias is None else " bias")
+        shapes = f"x {recording.shape_of(x)} weight {recording.shape_of(weight)}"
         recording.record(
             reports,
             "linear",
-            shapes,
+            shapes if bias is None else f"{shapes} bias",
             str(x.dtype).removeprefix("torch."),
             str(x.device),
             decision.chosen,

@@ -64,14 +64,14 @@ def _decide(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Decision:
             for t in (x, up_weight, gate_weight)
         ):
             obstacle = "an operand's rows do not start on 16 bytes"
-    n = up_weight.shape[0] if up_weight.dim() else 0
-    call = describe("swiglu", x if x.dim() else x[None], n, obstacle)
+    n = up_weight.shape[0] if obstacle is None else -1
+    call = describe("swiglu", x, n, obstacle)
     decision = decide(call)
     if reports := recording.active():
         recording.record(
             reports,
             "swiglu",
-            f"x {[*x.shape]} up, gate {[*up_weight.shape]}",
+            f"x {recording.shape_of(x)} up, gate {recording.shape_of(up_weight)}",
             str(x.dtype).removeprefix("torch."),
             str(x.device),
             decision.chosen,
