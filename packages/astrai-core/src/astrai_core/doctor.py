@@ -213,5 +213,6 @@ def _text(report: dict[str, Any]) -> str:
         )
         lines += [f"    {name}: {why}" for name, why in check["passed_over"].items()]
     for variable, value in report["selection"].items():
-        lines.append(f"  {variable}={value}")
+        # A wrong value is a sentence, which names its variable itself.
+        lines.append(f"  {value}" if value.startswith(variable) else f"  {variable}={value}")
     return "\n".join(lines)

@@ -277,10 +277,11 @@ def _obstacle_in_layout(x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | N
     return None
 
 
-# torch has no public questions for these.
-_functorch_level = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-_jit_trace = torch._C._get_tracing_state  # noqa: SLF001
+# torch has no public questions for these; a torch that has lost one must still import this module.
+_functorch: Any = getattr(torch._C, "_functorch", None)  # noqa: SLF001
+_functorch_level = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)  # noqa: SLF001
+_jit_trace = getattr(torch._C, "_get_tracing_state", lambda: None)  # noqa: SLF001
 
 
 def _observer() -> str | None:
@@ -293,7 +294,7 @@ def _observer() -> str | None:
         return "a TorchDispatchMode is active"
     if _jit_trace() is not None:
         return "torch.jit.trace records the call"
-    if forward_ad._current_level >= 0:  # noqa: SLF001
+    if getattr(forward_ad, "_current_level", -1) >= 0:
         return "forward-mode differentiation is active"
     return None
 
