@@ -62,6 +62,7 @@ def test_another_value_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) 
         ({"m": 9}, "M = 9"),
         ({"m": 0}, "M = 0"),
         ({"n": 0}, "nothing to compute"),
+        ({"n": 1, "k": 2**27 + 8}, "K to 134217728"),
         ({"op": "swiglu", "k": 60}, "K = 60 is not divisible by 8"),
         ({"gpu": -1}, "not on a CUDA device"),
         ({"obstacle": "training"}, "training"),

@@ -49,6 +49,11 @@ void check_weight(const TensorView& weight, int k) {
       .expect_rows_contiguous();
 }
 
+// One row may claim any stride; addresses past it are formed, though never read.
+int64_t row_stride(const TensorView& weight) {
+  return weight.size(0) == 1 ? weight.size(1) : weight.stride(0);
+}
+
 // The caller's `out`, or a fresh one once every check has passed.
 class Output {
  public:
@@ -119,7 +124,7 @@ py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::ha
   params.x = x.data<Bf16>();
   params.weight = weight.data<Bf16>();
   params.bias = bias ? bias->data<Bf16>() : nullptr;
-  params.row_stride = weight.stride(0);
+  params.row_stride = row_stride(weight);
   params.m = tokens.m;
   params.n = static_cast<int>(n);
   params.k = tokens.k;
@@ -171,8 +176,8 @@ py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::hand
   params.x = x.data<Bf16>();
   params.weight = up.data<Bf16>();
   params.gate = gate.data<Bf16>();
-  params.row_stride = up.stride(0);
-  params.gate_stride = gate.stride(0);
+  params.row_stride = row_stride(up);
+  params.gate_stride = row_stride(gate);
   params.m = tokens.m;
   params.n = static_cast<int>(n);
   params.k = tokens.k;

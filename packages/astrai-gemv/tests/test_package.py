@@ -100,9 +100,13 @@ def test_a_wheel_without_kernels_says_so(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch, astrai_gemv\n"
         "try: astrai_gemv.bf16_gemv(torch.ones(1), torch.ones(1, 1))\n"
+        "except RuntimeError as error: print(error)\n"
+        "try: astrai_gemv.bf16_swiglu(torch.ones(1), torch.ones(1, 1), torch.ones(1, 1))\n"
         "except RuntimeError as error: print(error)"
     )
-    assert "built without kernels (CSRC_KERNELS=false)" in python(code)
+    first, second = python(code).splitlines()
+    assert "astrai_gemv.bf16_gemv: this wheel was built without kernels" in first
+    assert "astrai_gemv.bf16_swiglu: this wheel was built without kernels" in second
 
 
 def test_fakes_give_shapes() -> None:

@@ -25,6 +25,8 @@ from . import device, discovery, tables
 
 TORCH = "torch"
 MAX_TOKENS = 8
+MAX_K = 2**27
+MAX_N = 2**31 - 65
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ def _unsupported(call: Call) -> str | None:
         return "x is not on a CUDA device"
     if not 1 <= call.m <= MAX_TOKENS:
         return f"M = {call.m}: the kernel takes 1 to {MAX_TOKENS} tokens"
+    if call.k > MAX_K or call.n > MAX_N:
+        return f"N = {call.n}, K = {call.k}: the kernel takes N to {MAX_N} and K to {MAX_K}"
     if call.n < 1 or call.k < 1:
         return f"N = {call.n}, K = {call.k}: nothing to compute"
     if call.op == "swiglu" and call.k % 8:
