@@ -304,6 +304,6 @@ def _observer() -> str | None:
 
 
 def forget() -> None:
-    """Drops all decisions; the next calls look at families and devices again."""
+    """Drops all decisions and families; the next calls look at what is installed again."""
     _decide.cache_clear()
     discovery.forget()

@@ -17,6 +17,10 @@ from torch.library import Library
 from ._native import native
 
 _MAX_TOKENS = 8
+_NO_BACKWARD = (
+    "an input requires grad, and this op has no backward; "
+    "call it under torch.no_grad() or torch.inference_mode()"
+)
 
 _lib = Library("astrai_gemv", "DEF")
 
@@ -59,10 +63,7 @@ def _fake_out(*_: Any) -> None:
 
 
 def _refuse_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    raise RuntimeError(
-        "an input requires grad, and this op has no backward; "
-        "call it under torch.no_grad() or torch.inference_mode()"
-    )
+    raise RuntimeError(_NO_BACKWARD)
 
 
 def _unreachable_backward(ctx: Any, *grads: Any) -> None:
@@ -114,10 +115,7 @@ _register(
 def _refuse_grad(*tensors: Tensor | None) -> None:
     # The operators that write into `out` cannot register a backward that raises.
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise RuntimeError(
-            "an input requires grad, and this op has no backward; "
-            "call it under torch.no_grad() or torch.inference_mode()"
-        )
+        raise RuntimeError(_NO_BACKWARD)
 
 
 def bf16_gemv(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from astrai_core import discovery
-from astrai_core.policy import MAX_TOKENS, OPS, Call, Decision, decide, mode, selected
+from astrai_core.policy import MAX_TOKENS, OPS, Call, decide, mode, selected
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -20,15 +20,11 @@ def _namespace(call: tuple[Any, ...]) -> str:
 
     A trace can bake in a text, not a function. A family registers its ops under its import name.
     """
-    decision = _decide(call)
+    op, *rest = call
+    decision = decide(Call(op, selected(op), mode(op), *rest))
     if decision.kernel is None:
         return ""
     return str(discovery.family(decision.chosen).package)
-
-
-def _decide(call: tuple[Any, ...]) -> Decision:
-    op, *rest = call
-    return decide(Call(op, selected(op), mode(op), *rest))
 
 
 def _namespace_of(op: str, x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> str:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from astrai_core import recording
-from astrai_core.policy import Decision, decide, describe, obstacle_in
+from astrai_core.policy import obstacle_in
+
+from ._select import select
 
 __all__ = ["linear"]
 
@@ -38,7 +39,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from . import _traced
 
         return _traced.linear(x, weight, bias)
-    decision = _decide(x, weight, bias)
+    obstacle = obstacle_in(x, (weight,), bias)
+    label = "weight {}" if bias is None else "weight {} bias"
+    decision = select("linear", x, weight, obstacle, label)
     if decision.kernel is None:
         return F.linear(x, weight, bias)
     if x.dim() <= 2:
@@ -46,28 +49,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return flat
     y: Tensor = decision.kernel(x.view(-1, x.shape[-1]), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def _decide(x: Tensor, weight: Tensor, bias: Tensor | None) -> Decision:
-    obstacle = obstacle_in(x, (weight,), bias)
-    if obstacle is None and (
-        x.dim() == 0
-        or x.shape[-1] != weight.shape[1]
-        or (bias is not None and bias.shape != weight.shape[:1])
-    ):
-        obstacle = "the shapes do not fit"
-    n = weight.shape[0] if obstacle is None else -1
-    call = describe("linear", x, n, obstacle)
-    decision = decide(call)
-    if reports := recording.active():
-        shapes = f"x {recording.shape_of(x)} weight {recording.shape_of(weight)}"
-        recording.record(
-            reports,
-            "linear",
-            shapes if bias is None else f"{shapes} bias",
-            str(x.dtype).removeprefix("torch."),
-            str(x.device),
-            decision.chosen,
-            decision.passed_over,
-        )
-    return decision

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from astrai_core import recording
-from astrai_core.policy import Decision, decide, describe, obstacle_in
+from astrai_core.policy import obstacle_in
 
+from ._select import select
 from .linear import linear
 
 __all__ = ["swiglu"]
@@ -40,7 +40,10 @@ def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
         from . import _traced
 
         return _traced.swiglu(x, up_weight, gate_weight)
-    decision = _decide(x, up_weight, gate_weight)
+    obstacle = obstacle_in(x, (up_weight, gate_weight), None) or _off_boundary(
+        x, up_weight, gate_weight
+    )
+    decision = select("swiglu", x, up_weight, obstacle, "up, gate {}")
     if decision.kernel is None:
         return linear(x, up_weight) * F.silu(linear(x, gate_weight))
     if x.dim() <= 2:
@@ -50,31 +53,7 @@ def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], up_weight.shape[0])
 
 
-def _decide(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Decision:
-    obstacle = obstacle_in(x, (up_weight, gate_weight), None)
-    if obstacle is None:
-        if (
-            x.dim() == 0
-            or up_weight.shape != gate_weight.shape
-            or x.shape[-1] != up_weight.shape[1]
-        ):
-            obstacle = "the shapes do not fit"
-        elif any(
-            t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 8)
-            for t in (x, up_weight, gate_weight)
-        ):
-            obstacle = "an operand's rows do not start on 16 bytes"
-    n = up_weight.shape[0] if obstacle is None else -1
-    call = describe("swiglu", x, n, obstacle)
-    decision = decide(call)
-    if reports := recording.active():
-        recording.record(
-            reports,
-            "swiglu",
-            f"x {recording.shape_of(x)} up, gate {recording.shape_of(up_weight)}",
-            str(x.dtype).removeprefix("torch."),
-            str(x.device),
-            decision.chosen,
-            decision.passed_over,
-        )
-    return decision
+def _off_boundary(*operands: Tensor) -> str | None:
+    if any(t.data_ptr() % 16 or (t.dim() == 2 and t.stride(0) % 8) for t in operands):
+        return "an operand's rows do not start on 16 bytes"
+    return None
