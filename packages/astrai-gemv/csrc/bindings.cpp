@@ -57,7 +57,8 @@ int64_t row_stride(const TensorView& weight) {
 // The caller's `out`, or a fresh one once every check has passed.
 class Output {
  public:
-  Output(py::handle out, const TensorView& x, int64_t n) : out_(out), x_(x), n_(n) {
+  Output(py::handle out, py::handle x_object, const TensorView& x, int64_t n)
+      : out_(out), x_object_(x_object), x_(x), n_(n) {
     if (out.is_none()) return;
     view_.emplace(TorchExchange::get().view("out", out));
     view_->expect_dtype(DType::kBFloat16).expect_rank(x.rank(), x.rank(), "of x with N for K");
@@ -65,36 +66,76 @@ class Output {
     view_->expect_size(-1, n, "N").expect_contiguous();
   }
 
-  void expect_device_and_disjoint(std::initializer_list<const TensorView*> inputs) const {
+  const TensorView* view() const { return view_ ? &*view_ : nullptr; }
+
+  void expect_disjoint(std::initializer_list<const TensorView*> inputs) const {
     if (!view_) return;
-    view_->expect_cuda().expect_same_device(x_);
     for (const TensorView* input : inputs)
       if (input != nullptr) view_->expect_disjoint(*input);
   }
 
   Bf16* allocate() {
     const TorchExchange& torch = TorchExchange::get();
-    if (view_) {
-      made_ = py::reinterpret_borrow<py::object>(out_);
-    } else {
-      made_ = x_.rank() == 1 ? torch.empty({n_}, DType::kBFloat16, x_.device())
-                             : torch.empty({x_.size(0), n_}, DType::kBFloat16, x_.device());
+    if (!view_) {
+      made_ = x_.rank() == 1 ? torch.new_empty(x_object_, {n_})
+                             : torch.new_empty(x_object_, {x_.size(0), n_});
       view_.emplace(torch.view("out", made_));
     }
     return view_->data<Bf16>();
   }
 
-  py::object take() { return std::move(made_); }
+  // To be called after the launch.
+  py::object take() {
+    if (made_) return std::move(made_);
+    TorchExchange::get().mark_written(out_);
+    return py::reinterpret_borrow<py::object>(out_);
+  }
 
  private:
   py::handle out_;
+  py::handle x_object_;
   const TensorView& x_;
   int64_t n_;
   std::optional<TensorView> view_;
   py::object made_;
 };
 
-const TensorView* address(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
+// The last of the checks: what comes before needs no GPU.
+void expect_one_gpu(const TensorView& x, std::initializer_list<const TensorView*> others) {
+  x.expect_cuda();
+  for (const TensorView* other : others)
+    if (other != nullptr) other->expect_cuda().expect_same_device(x);
+}
+
+// The kernel of swiglu where there is a `gate`, else that of gemv.
+py::object run_linear(const Tokens& tokens, const TensorView& x, const TensorView& weight,
+                      const TensorView* gate, const TensorView* bias, Output& out,
+                      bool static_weights) {
+  const int device = x.device_index();
+  gemv::GemvParams params{};
+  params.x = x.data<Bf16>();
+  params.weight = weight.data<Bf16>();
+  params.row_stride = row_stride(weight);
+  if (gate != nullptr) {
+    params.gate = gate->data<Bf16>();
+    params.gate_stride = row_stride(*gate);
+  }
+  if (bias != nullptr) params.bias = bias->data<Bf16>();
+  params.m = tokens.m;
+  params.n = static_cast<int>(weight.size(0));
+  params.k = tokens.k;
+  params.static_weights = static_weights;
+  const gemv::GemvPlan plan =
+      gemv::plan_gemv({params.m, params.n, params.k, params.row_stride, weight.address(),
+                       x.address(), /*swiglu=*/gate != nullptr},
+                      gemv::device_info(device));
+  params.window = plan.window;
+  params.out = out.allocate();
+  astrai::DeviceGuard guard(device);
+  const auto launch = gate != nullptr ? gemv::launch_swiglu : gemv::launch_gemv;
+  launch(params, plan, device, TorchExchange::get().current_stream(x.device()));
+  return out.take();
+}
 
 py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::handle out_,
                      bool static_weights) {
@@ -112,32 +153,12 @@ py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::ha
         .expect_size(0, n, "N of weight")
         .expect_contiguous();
   }
-  Output out(out_, x, n);
-  x.expect_cuda();
-  weight.expect_cuda().expect_same_device(x);
-  if (bias) bias->expect_cuda().expect_same_device(x);
-  out.expect_device_and_disjoint({&x, &weight, address(bias)});
-  torch.refuse_grad("bf16_gemv", {{"x", x_}, {"weight", weight_}, {"bias", bias_}});
-
-  const int device = x.device_index();
-  gemv::GemvParams params{};
-  params.x = x.data<Bf16>();
-  params.weight = weight.data<Bf16>();
-  params.bias = bias ? bias->data<Bf16>() : nullptr;
-  params.row_stride = row_stride(weight);
-  params.m = tokens.m;
-  params.n = static_cast<int>(n);
-  params.k = tokens.k;
-  params.static_weights = static_weights;
-  const gemv::GemvPlan plan = gemv::plan_gemv(
-      {tokens.m, params.n, tokens.k, params.row_stride, weight.address(), x.address(),
-       /*swiglu=*/false},
-      gemv::device_info(device));
-  params.window = plan.window;
-  params.out = out.allocate();
-  astrai::DeviceGuard guard(device);
-  gemv::launch_gemv(params, plan, device, torch.current_stream(x.device()));
-  return out.take();
+  Output out(out_, x_, x, n);
+  const TensorView* const bias_view = bias ? &*bias : nullptr;
+  out.expect_disjoint({&x, &weight, bias_view});
+  torch.refuse_grad("bf16_gemv", {{"x", x_}, {"weight", weight_}, {"bias", bias_}, {"out", out_}});
+  expect_one_gpu(x, {&weight, bias_view, out.view()});
+  return run_linear(tokens, x, weight, nullptr, bias_view, out, static_weights);
 }
 
 void check_aligned(const TensorView& tensor) {
@@ -159,37 +180,16 @@ py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::hand
   if (tokens.k % 8 != 0) throw ValueError(concat("x: expected K divisible by 8, got ", tokens.k));
   check_weight(up, tokens.k);
   check_weight(gate, tokens.k);
-  const int64_t n = up.size(0);
-  gate.expect_size(0, n, "N of up_weight");
-  Output out(out_, x, n);
-  x.expect_cuda();
-  up.expect_cuda().expect_same_device(x);
-  gate.expect_cuda().expect_same_device(x);
-  out.expect_device_and_disjoint({&x, &up, &gate});
+  gate.expect_size(0, up.size(0), "N of up_weight");
   check_aligned(x);
   check_aligned(up);
   check_aligned(gate);
-  torch.refuse_grad("bf16_swiglu", {{"x", x_}, {"up_weight", up_}, {"gate_weight", gate_}});
-
-  const int device = x.device_index();
-  gemv::GemvParams params{};
-  params.x = x.data<Bf16>();
-  params.weight = up.data<Bf16>();
-  params.gate = gate.data<Bf16>();
-  params.row_stride = row_stride(up);
-  params.gate_stride = row_stride(gate);
-  params.m = tokens.m;
-  params.n = static_cast<int>(n);
-  params.k = tokens.k;
-  params.static_weights = static_weights;
-  const gemv::GemvPlan plan =
-      gemv::plan_gemv({tokens.m, params.n, tokens.k, params.row_stride, 0, 0, /*swiglu=*/true},
-                      gemv::device_info(device));
-  params.window = plan.window;
-  params.out = out.allocate();
-  astrai::DeviceGuard guard(device);
-  gemv::launch_swiglu(params, plan, device, torch.current_stream(x.device()));
-  return out.take();
+  Output out(out_, x_, x, up.size(0));
+  out.expect_disjoint({&x, &up, &gate});
+  torch.refuse_grad("bf16_swiglu",
+                    {{"x", x_}, {"up_weight", up_}, {"gate_weight", gate_}, {"out", out_}});
+  expect_one_gpu(x, {&up, &gate, out.view()});
+  return run_linear(tokens, x, up, &gate, nullptr, out, static_weights);
 }
 
 py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, double eps,
@@ -208,10 +208,8 @@ py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, 
       .expect_contiguous();
   if (!(eps >= 0.0) || std::isinf(eps))
     throw ValueError(concat("eps: expected a finite number of at least 0, got ", eps));
-  x.expect_cuda();
-  residual.expect_cuda().expect_same_device(x);
-  weight.expect_cuda().expect_same_device(x);
   torch.refuse_grad("add_rms_norm", {{"x", x_}, {"residual", residual_}, {"weight", weight_}});
+  expect_one_gpu(x, {&residual, &weight});
 
   const int device = x.device_index();
   gemv::AddRmsNormParams params{};
@@ -225,8 +223,8 @@ py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, 
   const bool aligned = (x.address() | residual.address() | weight.address()) % 16 == 0;
   const gemv::AddRmsNormPlan plan =
       gemv::plan_add_rms_norm(tokens.k, aligned, gemv::device_info(device));
-  Output out(py::none(), x, tokens.k);
-  Output sum(py::none(), x, tokens.k);
+  Output out(py::none(), x_, x, tokens.k);
+  Output sum(py::none(), x_, x, tokens.k);
   params.out = out.allocate();
   params.sum = sum.allocate();
   astrai::DeviceGuard guard(device);

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from astrai_gemv import add_rms_norm, bf16_gemv, bf16_swiglu
+from kernelkit.poison import misaligned
 
 BF16 = torch.bfloat16
 
@@ -23,6 +26,8 @@ def ones(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 X, W, BIAS = ones(2, 64), ones(32, 64), ones(32)
+MEMORY = ones(4096)
+WIDE = ones(32, 128)
 
 GEMV_ERRORS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("x on the CPU", ValueError, "x: expected a CUDA tensor, got one on the CPU", {}),
@@ -80,6 +85,36 @@ GEMV_ERRORS: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("out fp32", TypeError, "out: expected dtype bfloat16", {"out": ones(2, 32).float()}),
     ("out strided", ValueError, "out: expected a contiguous tensor", {"out": ones(32, 2).t()}),
     (
+        "out in x",
+        ValueError,
+        "out: expected memory of its own, got some between the first and the last element of x",
+        {"x": MEMORY[:128].view(2, 64), "out": MEMORY[64:128].view(2, 32)},
+    ),
+    (
+        "out in weight",
+        ValueError,
+        "out: expected memory of its own, .* last element of weight",
+        {"weight": MEMORY[:2048].view(32, 64), "out": MEMORY[2040:2104].view(2, 32)},
+    ),
+    (
+        "out between the rows of weight",
+        ValueError,
+        "out: expected memory of its own, got some between the first and the last element of w",
+        {"x": X[:1], "weight": WIDE[:, :64], "out": WIDE[:1, 64:96]},
+    ),
+    (
+        "out in bias",
+        ValueError,
+        "out: expected memory of its own, .* last element of bias",
+        {"bias": MEMORY[:32], "out": MEMORY[:64].view(2, 32)},
+    ),
+    (
+        "out after the last row of weight",
+        ValueError,
+        "x: expected a CUDA tensor",
+        {"x": X[:1], "weight": WIDE[:, :64], "out": WIDE[-1:, 64:96]},
+    ),
+    (
         "x is an array",
         TypeError,
         "x: expected a torch.Tensor, got numpy.ndarray",
@@ -125,6 +160,7 @@ def test_gemv(error: type[Exception], message: str, changes: dict[str, Any]) -> 
         (TypeError, "gate_weight: expected dtype bfloat16", {"gate_weight": W.float()}),
         (ValueError, r"x: expected M in 1\.\.8, got 9", {"x": ones(9, 64)}),
         (ValueError, r"out: expected size 32 \(N\)", {"out": ones(2, 33)}),
+        (ValueError, "out: expected memory of its own", {"out": W[:1].view(2, 32)}),
     ],
 )
 def test_swiglu(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
@@ -177,9 +213,69 @@ def test_functorch_tensors_are_refused(transformed: Callable[[], object]) -> Non
         transformed()
 
 
-@pytest.mark.parametrize("name", ["x", "weight", "bias"])
-def test_parameters_pass_the_checks_up_to_the_device(name: str) -> None:
-    arguments = {"x": X, "weight": W, "bias": BIAS}
-    arguments[name] = torch.nn.Parameter(arguments[name])
-    with pytest.raises(ValueError, match="x: expected a CUDA tensor"):
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "out"])
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, Tensor.requires_grad_])
+def test_gradients_are_not_lost(name: str, kind: Callable[[Tensor], Tensor]) -> None:
+    arguments = {"x": X, "weight": W, "bias": BIAS, "out": ones(2, 32)}
+    arguments[name] = kind(arguments[name].clone())
+    with pytest.raises(RuntimeError, match=f"{name}: requires grad, and bf16_gemv has no backward"):
         bf16_gemv(**arguments)
+    with torch.no_grad(), pytest.raises(ValueError, match="x: expected a CUDA tensor"):
+        bf16_gemv(**arguments)
+
+
+@pytest.mark.parametrize("name", ["x", "up_weight", "gate_weight", "out"])
+def test_gradients_of_swiglu_are_not_lost(name: str) -> None:
+    arguments = {"x": X, "up_weight": W, "gate_weight": W, "out": ones(2, 32)}
+    arguments[name] = torch.nn.Parameter(arguments[name])
+    message = f"{name}: requires grad, and bf16_swiglu has no backward"
+    with pytest.raises(RuntimeError, match=message):
+        bf16_swiglu(**arguments)
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "weight"])
+def test_gradients_of_the_norm_are_not_lost(name: str) -> None:
+    arguments = {"x": X, "residual": X, "weight": ones(64)}
+    arguments[name] = torch.nn.Parameter(arguments[name])
+    message = f"{name}: requires grad, and add_rms_norm has no backward"
+    with pytest.raises(RuntimeError, match=message):
+        add_rms_norm(**arguments, eps=1e-5)
+
+
+def test_swiglu_refuses_what_does_not_start_on_16_bytes() -> None:
+    for name, arguments in {
+        "x": (misaligned(X, 1), W, W),
+        "up_weight": (X, misaligned(W, 4), W),
+        "gate_weight": (X, W, misaligned(W, 0, row_padding=4)),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: expected rows that start on 16 bytes"):
+            bf16_swiglu(*arguments)
+
+
+def test_two_threads_may_make_the_first_call() -> None:
+    """The first call imports; whoever waits for it must let the importing thread have the GIL."""
+    code = """
+import builtins, threading, time, torch
+from astrai_gemv import bf16_gemv
+x = torch.ones(64, dtype=torch.bfloat16)
+real = builtins.__import__
+def slow(*args, **kwargs):
+    time.sleep(0.05)
+    return real(*args, **kwargs)
+def call():
+    try: bf16_gemv(x, x.view(1, 64))
+    except ValueError as error: print(error)
+bf16_gemv  # resolved
+threads = [threading.Thread(target=call) for _ in range(2)]
+builtins.__import__ = slow
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == 2 * "x: expected a CUDA tensor, got one on the CPU\n"

@@ -155,17 +155,6 @@ def test_swiglu_keeps_the_rounding_of_the_unfused_path() -> None:
     assert (difference == 0).float().mean() > 0.99
 
 
-def test_swiglu_refuses_what_does_not_start_on_16_bytes() -> None:
-    x, up, gate = randn(2, 64), randn(32, 64), randn(32, 64)
-    for name, arguments in {
-        "x": (misaligned(x, 1), up, gate),
-        "up_weight": (x, misaligned(up, 4), gate),
-        "gate_weight": (x, up, misaligned(gate, 0, row_padding=4)),
-    }.items():
-        with pytest.raises(ValueError, match=f"{name}: expected rows that start on 16 bytes"):
-            bf16_swiglu(*arguments)
-
-
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("hidden", [576, 4096])
 def test_add_rms_norm(m: int, hidden: int) -> None:
@@ -295,17 +284,6 @@ def test_x_written_by_the_preceding_kernel_with_static_weights() -> None:
     assert torch.equal(y, expected)
 
 
-def test_out_may_not_overlap_an_input() -> None:
-    memory = randn(4096)
-    x, weight = memory[:64].view(1, 64), memory[64:2112].view(32, 64)
-    with pytest.raises(
-        ValueError, match="out: expected memory of its own, got memory shared with x"
-    ):
-        bf16_gemv(x, weight, out=memory[32:64].view(1, 32))
-    with pytest.raises(ValueError, match="memory shared with weight"):
-        bf16_gemv(x, weight, out=memory[2100:2132].view(1, 32))
-
-
 def test_mixed_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="weight: expected a CUDA tensor, got one on the CPU"):
         bf16_gemv(randn(1, 64), randn(32, 64).cpu())
@@ -313,17 +291,50 @@ def test_mixed_devices_are_refused() -> None:
         bf16_gemv(randn(1, 64), randn(32, 64), out=torch.empty(1, 32, dtype=BF16))
 
 
-@pytest.mark.parametrize("name", ["x", "weight", "bias"])
-def test_gradients_are_not_lost(name: str) -> None:
-    arguments = {"x": randn(2, 64), "weight": randn(32, 64), "bias": randn(32)}
-    arguments[name].requires_grad_()
-    with (
-        torch.enable_grad(),
-        pytest.raises(RuntimeError, match=f"{name}: requires grad, and bf16_gemv has no backward"),
+def test_parameters_are_taken_without_grad() -> None:
+    x, weight = randn(2, 64), torch.nn.Parameter(randn(32, 64))
+    assert not bf16_gemv(x, weight).requires_grad
+
+
+def test_autograd_sees_that_out_was_written() -> None:
+    x, weight = randn(2, 64), randn(32, 64)
+    out, leaf = randn(2, 32), randn(2, 32).requires_grad_()
+    with torch.enable_grad():
+        loss = (out * leaf).sum()
+    for write in (
+        lambda: bf16_gemv(x, weight, out=out),
+        lambda: bf16_swiglu(x, weight, weight, out=out),
+        lambda: torch.ops.astrai_gemv.bf16_gemv_out(x, weight, None, out, False),
     ):
-        bf16_gemv(**arguments)
-    with torch.no_grad():
-        assert not bf16_gemv(**arguments).requires_grad
+        version = out._version
+        write()
+        assert out._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_running_out_of_memory_is_torchs_error() -> None:
+    x, weight = randn(8, 1), randn(2**21, 1)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            bf16_gemv(x, weight)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert bf16_gemv(x, weight).shape == (8, 2**21)
+
+
+def test_the_allocator_knows_the_output() -> None:
+    """Memory that another stream still uses is not handed out again."""
+    result = bf16_gemv(randn(8, 64), randn(100_000, 64))
+    address, side = result.data_ptr(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+    result.record_stream(side)
+    del result
+    again = [torch.empty(8, 100_000, device="cuda", dtype=BF16) for _ in range(4)]
+    assert address not in {tensor.data_ptr() for tensor in again}
 
 
 def test_opcheck() -> None:

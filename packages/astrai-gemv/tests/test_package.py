@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import astrai_gemv
+import astrai_gemv._library  # registers the operators
 from astrai_gemv import _family
 
 BF16 = torch.bfloat16
@@ -133,3 +134,13 @@ def test_compiled_code_calls_the_operator() -> None:
 
     with torch.no_grad(), pytest.raises(ValueError, match="x: expected a CUDA tensor"):
         layer(torch.ones(2, 64, dtype=BF16), torch.ones(32, 64, dtype=BF16))
+
+
+@pytest.mark.parametrize("op", ["bf16_gemv", "bf16_swiglu"])
+def test_compiled_code_refuses_an_out_that_requires_grad(op: str) -> None:
+    x, w = torch.ones(2, 64, dtype=BF16), torch.ones(32, 64, dtype=BF16)
+    out = torch.ones(2, 32, dtype=BF16, requires_grad=True)
+    weights = (w,) if op == "bf16_gemv" else (w, w)
+    compiled = torch.compile(getattr(astrai_gemv, op), backend="eager")
+    with pytest.raises(Exception, match=r"requires grad, and .* has no backward"):
+        compiled(x, *weights, out=out)

@@ -121,7 +121,7 @@ def _refuse_grad(*tensors: Tensor | None) -> None:
 def bf16_gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, static_weights: bool
 ) -> Tensor:
-    _refuse_grad(x, weight, bias)
+    _refuse_grad(x, weight, bias, out)
     if out is None:
         result: Tensor = torch.ops.astrai_gemv.bf16_gemv(x, weight, bias, static_weights)
         return result
@@ -132,7 +132,7 @@ def bf16_gemv(
 def bf16_swiglu(
     x: Tensor, up_weight: Tensor, gate_weight: Tensor, out: Tensor | None, static_weights: bool
 ) -> Tensor:
-    _refuse_grad(x, up_weight, gate_weight)
+    _refuse_grad(x, up_weight, gate_weight, out)
     if out is None:
         result: Tensor = torch.ops.astrai_gemv.bf16_swiglu(
             x, up_weight, gate_weight, static_weights

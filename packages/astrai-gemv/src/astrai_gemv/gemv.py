@@ -30,8 +30,8 @@ def bf16_gemv(
         x: ``[K]`` or ``[M, K]``, bf16, contiguous, any K >= 1.
         weight: ``[N, K]``, bf16, rows contiguous (the stride between rows may exceed K).
         bias: ``[N]``, bf16, contiguous, or None.
-        out: ``[N]`` or ``[M, N]``, bf16, contiguous, sharing no memory with the inputs; allocated
-            when None.
+        out: ``[N]`` or ``[M, N]``, bf16, contiguous, sharing no memory with the inputs, nor lying
+            between their rows; allocated when None.
         static_weights: lets the kernel read ``weight`` while the preceding kernel of the stream
             still runs (sm_90 and newer). Only for weights that no kernel still in flight writes.
 
@@ -41,8 +41,9 @@ def bf16_gemv(
     Raises:
         ValueError: a shape, a layout or a device that the kernel does not take.
         TypeError: a dtype other than bf16, or an argument that is no plain tensor.
-        RuntimeError: no compiled module, no code for this GPU, an input that requires grad while
-            grad is enabled, or an error of the CUDA runtime.
+        RuntimeError: no compiled module, no code for this GPU, an input or ``out`` that requires
+            grad while grad is enabled, or an error of the CUDA runtime.
+        torch.OutOfMemoryError: there is no memory for ``out``.
     """
     if torch.compiler.is_compiling():
         return _library.bf16_gemv(x, weight, bias, out, static_weights)

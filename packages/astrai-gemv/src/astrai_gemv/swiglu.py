@@ -29,8 +29,7 @@ def bf16_swiglu(
         x: ``[K]`` or ``[M, K]``, M in 1..8, bf16, contiguous, K divisible by 8.
         up_weight: ``[N, K]``, bf16, rows contiguous.
         gate_weight: ``[N, K]``, bf16, rows contiguous. All three start their rows on 16 bytes.
-        out: ``[N]`` or ``[M, N]``, bf16, contiguous, sharing no memory with the inputs; allocated
-            when None.
+        out: as for :func:`astrai_gemv.bf16_gemv`.
         static_weights: as in :func:`astrai_gemv.bf16_gemv`, for both weights.
 
     Returns:
@@ -39,7 +38,7 @@ def bf16_swiglu(
     Raises:
         ValueError: a shape, a layout, an alignment or a device that the kernel does not take.
         TypeError: a dtype other than bf16, or an argument that is no plain tensor.
-        RuntimeError: as for :func:`astrai_gemv.bf16_gemv`.
+        RuntimeError: as for :func:`astrai_gemv.bf16_gemv`, and so torch.OutOfMemoryError.
     """
     if torch.compiler.is_compiling():
         return _library.bf16_swiglu(x, up_weight, gate_weight, out, static_weights)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A named, checked, non-owning view of a tensor. Every message names the argument, what was expected
-// and what came. Shape, dtype and layout are checked before the device, so that each check can be
-// tested on a machine without a GPU.
+// and what came. The device is checked last, so that every other check can be tested on a machine
+// without a GPU.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -139,10 +139,12 @@ class TensorView {
     return *this;
   }
 
+  // A kernel may read the gaps between the rows of a strided tensor, so they count as its memory.
   const TensorView& expect_disjoint(const TensorView& other) const {
     if (address() < other.end_address() && other.address() < end_address())
-      throw ValueError(
-          concat(name_, ": expected memory of its own, got memory shared with ", other.name()));
+      throw ValueError(concat(name_,
+                              ": expected memory of its own, got some between the first and ",
+                              "the last element of ", other.name()));
     return *this;
   }
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Torch tensors through the DLPack C exchange API: view, current stream, allocation. Included by
-// bindings only; it sees Python objects, never a torch header.
+// Torch tensors without a torch header: views and the current stream through the DLPack C exchange
+// API, the rest through Python. Included by bindings only.
 #pragma once
 
 #include <dlpack/dlpack.h>
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
 
 #include <initializer_list>
@@ -18,10 +19,11 @@ namespace py = pybind11;
 
 class TorchExchange {
  public:
-  // The table belongs to torch and outlives the process's last call, so one look-up is enough.
+  // The table belongs to torch and outlives the process's last call, so one look-up is enough. It
+  // imports, which may let go of the GIL: a plain static would deadlock with a second first caller.
   static const TorchExchange& get() {
-    static const TorchExchange instance;
-    return instance;
+    PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<TorchExchange> instance;
+    return instance.call_once_and_store_result([] { return TorchExchange(); }).get_stored();
   }
 
   TensorView view(const char* name, py::handle object) const {
@@ -57,22 +59,20 @@ class TorchExchange {
     return static_cast<cudaStream_t>(stream);
   }
 
-  // An uninitialised tensor from torch's caching allocator (graph capture included).
-  py::object empty(std::initializer_list<int64_t> shape, DType dtype, DLDevice device) const {
-    DLTensor prototype{};
-    prototype.device = device;
-    prototype.ndim = static_cast<int32_t>(shape.size());
-    prototype.dtype = dl_dtype(dtype);
-    prototype.shape = const_cast<int64_t*>(shape.begin());
-    DLManagedTensorVersioned* managed = nullptr;
-    std::string message;
-    if (api_->managed_tensor_allocator(&prototype, &managed, &message, &keep_message) != 0)
-      throw std::runtime_error("allocating the output failed: " + message);
-    void* object = nullptr;
-    if (api_->managed_tensor_to_py_object_no_sync(managed, &object) != 0)
-      throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(static_cast<PyObject*>(object));
+  // An uninitialised tensor of the dtype and device of `like`. Not by the exchange API's allocator:
+  // it turns running out of memory into text, and Tensor.record_stream has no effect on its tensors.
+  py::object new_empty(py::handle like, std::initializer_list<int64_t> shape) const {
+    py::tuple sizes(shape.size());
+    size_t index = 0;
+    for (const int64_t size : shape) sizes[index++] = size;
+    PyObject* const arguments[] = {like.ptr(), sizes.ptr()};
+    PyObject* const made = PyObject_VectorcallMethod(new_empty_.ptr(), arguments, 2, nullptr);
+    if (made == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
   }
+
+  // Tells autograd that a tensor was written: a backward that needs what it held before then raises.
+  void mark_written(py::handle tensor) const { increment_version_(tensor); }
 
  private:
   TorchExchange() {
@@ -99,7 +99,10 @@ class TorchExchange {
     parameter_type_ = reinterpret_cast<PyTypeObject*>(
         py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr());
     requires_grad_ = py::str("requires_grad").release();
+    new_empty_ = py::str("new_empty").release();
     is_grad_enabled_ = py::object(py::module_::import("torch").attr("is_grad_enabled")).release();
+    increment_version_ =
+        py::object(py::module_::import("torch.autograd.graph").attr("increment_version")).release();
   }
 
   // A subclass that dispatches (fake tensors, distributed and quantized ones) gives its storage a
@@ -121,17 +124,15 @@ class TorchExchange {
     return text.substr(0, text.find('\n'));
   }
 
-  static void keep_message(void* context, const char* kind, const char* message) {
-    *static_cast<std::string*>(context) = concat(kind, ": ", message);
-  }
-
   // The Python objects live as long as torch does; their references are never given back.
   const DLPackExchangeAPI* api_ = nullptr;
   PyTypeObject* tensor_type_ = nullptr;
   PyTypeObject* parameter_type_ = nullptr;
   py::handle dispatch_;
   py::handle requires_grad_;
+  py::handle new_empty_;
   py::handle is_grad_enabled_;
+  py::handle increment_version_;
 };
 
 inline void register_errors() {
