@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
-import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -116,14 +115,12 @@ def _clean(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     for variable in ("ASTRAI_GEMV", "ASTRAI_SWIGLU"):
         monkeypatch.delenv(variable, raising=False)
     if request.node.get_closest_marker("gpu") is None:
-        real = importlib.metadata.entry_points
+        real = discovery._entries
 
-        def standins_only(**params: str) -> Any:
-            if params.get("group") != discovery.GROUP:
-                return real(**params)
-            return [entry for entry in real(**params) if entry.value.startswith("standin_")]
+        def standins_only() -> Any:
+            return [entry for entry in real() if entry.point.value.startswith("standin_")]
 
-        monkeypatch.setattr(importlib.metadata, "entry_points", standins_only)
+        monkeypatch.setattr(discovery, "_entries", standins_only)
     forget()
     yield
     forget()

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -79,11 +83,66 @@ def test_one_distribution_that_is_seen_twice_is_no_duplicate(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.add()
-    once = discovery.importlib.metadata.entry_points
-    monkeypatch.setattr(
-        discovery.importlib.metadata, "entry_points", lambda **s: [*once(**s), *once(**s)]
-    )
+    once = importlib.metadata.distributions
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: [*once(), *once()])
     assert family("gemv").reason is None
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"METADATA": b"Name: other", "entry_points.txt": b"[\xff]\n\xfe = x"},
+        {"METADATA": b"Name: other", "entry_points.txt": b"[astrai.families]\ngemv\n"},
+        {"METADATA": b"\xff\xfe\0"},
+        {"entry_points.txt": b"[console_scripts]\na = b:c"},
+        {},
+    ],
+)
+def test_a_corrupt_distribution_of_another_leaves_families_alone(
+    site: Site, files: dict[str, bytes]
+) -> None:
+    info = site.folder / "aaa_other-1.0.dist-info"
+    info.mkdir()
+    for name, content in files.items():
+        (info / name).write_bytes(content)
+    site.add()
+    found = family("gemv")
+    assert found.reason is None and found.version == "0.1.0"
+
+
+@pytest.mark.parametrize("metadata", [None, b"\xff\xfe", b"Metadata-Version: 2.1\n"])
+def test_a_family_without_readable_metadata_has_no_version(
+    site: Site, metadata: bytes | None
+) -> None:
+    site.add()
+    path = site.folder / "astrai_gemv-0.1.0.dist-info" / "METADATA"
+    path.unlink()
+    if metadata is not None:
+        path.write_bytes(metadata)
+    discovery.forget()
+    found = family("gemv")
+    assert (found.distribution, found.version) == ("astrai-gemv", "unknown")
+    assert found.reason is None
+
+
+def test_two_first_callers_get_the_same_families(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.add()
+    fill = discovery._fill
+
+    def slow(result: discovery.Family, manifest: ModuleType) -> None:
+        time.sleep(0.05)
+        fill(result, manifest)
+
+    monkeypatch.setattr(discovery, "_fill", slow)
+    seen: list[discovery.Family] = []
+    threads = [threading.Thread(target=lambda: seen.append(family("gemv"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 3 and len({id(found) for found in seen}) == 1
 
 
 @pytest.mark.parametrize(
@@ -141,6 +200,7 @@ def test_another_contract(site: Site, difference: int, command: str) -> None:
         ("raise OSError('no\\n  such file')", "OSError: no such file"),
         ("import no_such_module_at_all", "no_such_module_at_all"),
         ("1 +", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
     ],
 )
 def test_a_manifest_that_cannot_be_imported(site: Site, text: str, part: str) -> None:
@@ -154,9 +214,10 @@ def test_a_manifest_that_cannot_be_imported(site: Site, text: str, part: str) ->
         ({}, "_native"),
         ({EXTENSION: "this is no shared object\n"}, "ImportError"),
         ({"_native.py": "raise RuntimeError('undefined symbol')"}, "undefined symbol"),
+        ({"_native.py": "raise SystemExit('no license')"}, "SystemExit: no license"),
         ({"_native.py": NATIVE.replace("bf16_gemv", "gemv_of_old")}, "bf16_gemv"),
     ],
-    ids=["missing", "overwritten with text", "raises", "lacks the op"],
+    ids=["missing", "overwritten with text", "raises", "exits", "lacks the op"],
 )
 def test_a_broken_native_module(site: Site, gpus: Gpus, native: dict[str, str], part: str) -> None:
     site.add(native=native)
@@ -166,6 +227,14 @@ def test_a_broken_native_module(site: Site, gpus: Gpus, native: dict[str, str], 
     assert found.op("bf16_gemv") is None
     expect(found.reason, ReasonKind.IMPORT_ERROR, part, "importing standin_gemv failed", REINSTALL)
     assert found.reason_on(0) is found.reason
+
+
+@pytest.mark.parametrize("where", ["manifest", "native"])
+def test_an_interrupt_is_not_taken_for_a_broken_family(site: Site, where: str) -> None:
+    text = "raise KeyboardInterrupt"
+    site.add(**{"manifest_text": text} if where == "manifest" else {"native": {"_native.py": text}})  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        family("gemv").op("bf16_gemv")
 
 
 def test_a_package_that_resolves_nothing_itself_still_needs_its_native_module(site: Site) -> None:
@@ -289,7 +358,7 @@ sys.path.insert(0, {str(site.folder)!r})
 import astrai_core
 loaded = [m for m in sys.modules if m == {package!r} or m == "astrai_gemv"]
 assert not loaded, loaded
-assert astrai_core.discovery._registry.cache_info().currsize == 0
+assert astrai_core.discovery._read_all.cache_info().currsize == 0
 names = [found.name for found in astrai_core.families()]
 assert "gemv" in names
 # With the real family installed too there are two, and neither is imported.

@@ -16,10 +16,10 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import arch, device
 from .reasons import Reason, ReasonKind
@@ -85,7 +85,9 @@ class Family:
                 # The package itself imports without it, and would fail at the first call only.
                 importlib.import_module(str(self.native))
                 self._resolved[name] = found = getattr(package, name)
-            except Exception as error:  # noqa: BLE001 (whatever a broken wheel raises)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 (whatever a broken wheel raises)
                 self.reason = Reason(
                     ReasonKind.IMPORT_ERROR,
                     f"importing {self.package} failed: {_one_line(error)}; {_reinstall(self)}",
@@ -155,21 +157,57 @@ def find(name: str) -> Family:
 def forget() -> None:
     """Makes the next question read the installed distributions again."""
     with _lock:
-        _registry.cache_clear()
+        _read_all.cache_clear()
 
 
-@functools.lru_cache(maxsize=1)
 def _registry() -> dict[str, Family]:
+    # The cache alone would let two first callers read, and keep different objects.
     with _lock:
-        found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-        for entry in importlib.metadata.entry_points(group=GROUP):
-            # A distribution that stands on sys.path twice is still one.
-            seen = found.setdefault(entry.name, [])
-            if all((e.value, _owner(e)) != (entry.value, _owner(entry)) for e in seen):
-                seen.append(entry)
-        registry = {name: _read(name, entries) for name, entries in found.items()}
-        registry |= {name: _not_installed(name) for name in _extras() if name not in registry}
-        return dict(sorted(registry.items()))
+        return _read_all()
+
+
+@functools.cache
+def _read_all() -> dict[str, Family]:
+    found: dict[str, list[_Entry]] = {}
+    for entry in _entries():
+        found.setdefault(entry.point.name, []).append(entry)
+    registry = {name: _read(name, entries) for name, entries in found.items()}
+    registry |= {name: _not_installed(name) for name in _extras() if name not in registry}
+    return dict(sorted(registry.items()))
+
+
+class _Entry(NamedTuple):
+    """An entry point of the group, and the distribution that has it."""
+
+    point: importlib.metadata.EntryPoint
+    distribution: str
+    version: str
+
+
+def _entries() -> Iterator[_Entry]:
+    """The entry points of the group, one distribution at a time: another's may be unreadable."""
+    names = set()
+    for distribution in importlib.metadata.distributions():
+        try:
+            points = [*distribution.entry_points.select(group=GROUP)]
+        except Exception:  # noqa: BLE001, S112 (whatever a broken distribution raises)
+            continue
+        if not points:
+            continue
+        name, version = _named(distribution, f"astrai-{points[0].name}")
+        # The first one on sys.path is what an import finds; the same may stand there again.
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if key not in names:
+            names.add(key)
+            yield from (_Entry(point, name, version) for point in points)
+
+
+def _named(distribution: importlib.metadata.Distribution, otherwise: str) -> tuple[str, str]:
+    try:
+        metadata = distribution.metadata
+        return metadata["Name"] or otherwise, metadata["Version"] or "unknown"
+    except Exception:  # noqa: BLE001 (its metadata is broken, its manifest need not be)
+        return otherwise, "unknown"
 
 
 def _not_installed(name: str) -> Family:
@@ -184,41 +222,40 @@ def _extras() -> Iterable[str]:
     """The families that this package's own metadata offers as extras."""
     try:
         metadata = importlib.metadata.metadata("astrai-core")
-    except importlib.metadata.PackageNotFoundError:  # imported from a source tree
+        requirements = "\n".join(metadata.get_all("Requires-Dist") or ())
+        extras = metadata.get_all("Provides-Extra") or ()
+    except Exception:  # noqa: BLE001 (imported from a source tree; or the metadata is broken)
         return ()
-    requirements = "\n".join(metadata.get_all("Requires-Dist") or ())
     return [
         extra
-        for extra in metadata.get_all("Provides-Extra") or ()
+        for extra in extras
         if re.search(rf"^astrai-{re.escape(extra)}\b", requirements, re.MULTILINE)
     ]
 
 
-def _owner(entry: importlib.metadata.EntryPoint) -> tuple[str, str | None]:
-    return (entry.dist.name, entry.dist.version) if entry.dist else (f"astrai-{entry.name}", None)
-
-
-def _read(name: str, entries: list[importlib.metadata.EntryPoint]) -> Family:
-    distribution, version = _owner(entries[0])
+def _read(name: str, entries: list[_Entry]) -> Family:
+    point, distribution, version = entries[0]
     result = Family(name, distribution, version)
     if len(entries) > 1:
-        owners = " and ".join(sorted(_owner(entry)[0] for entry in entries))
+        owners = " and ".join(sorted(entry.distribution for entry in entries))
         result.reason = Reason(
             ReasonKind.DUPLICATE,
             f"{owners} both provide the family {name!r}; pip uninstall one of them",
         )
         return result
     try:
-        manifest = entries[0].load()
+        manifest = point.load()
         _fill(result, manifest)
     except _BadManifestError as error:
         result.reason = Reason(
-            ReasonKind.BAD_MANIFEST, f"{entries[0].value}: {error}; {_reinstall(result)}"
+            ReasonKind.BAD_MANIFEST, f"{point.value}: {error}; {_reinstall(result)}"
         )
-    except Exception as error:  # noqa: BLE001 (whatever a broken manifest raises)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 (whatever a broken manifest raises)
         result.reason = Reason(
             ReasonKind.IMPORT_ERROR,
-            f"importing {entries[0].value} failed: {_one_line(error)}; {_reinstall(result)}",
+            f"importing {point.value} failed: {_one_line(error)}; {_reinstall(result)}",
         )
     return result
 
