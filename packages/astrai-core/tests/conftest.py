@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from astrai_core import device, discovery, policy
 
@@ -146,6 +147,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(device, "driver_version", lambda: driver)
 
     return present
+
+
+@pytest.fixture
+def seen_as_gpu(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU, on which every tensor seems to be."""
+    gpus((9, 0))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
 
 
 @pytest.fixture

@@ -21,11 +21,9 @@ Gpus = Callable[..., None]
 
 
 @pytest.fixture
-def kernels(site: Site, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> Any:
+def kernels(site: Site, seen_as_gpu: None) -> Any:  # noqa: ARG001
     """A usable family, and CPU tensors that seem to be on its GPU; its native module."""
     package = site.add()
-    gpus((9, 0))
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     return site.native_of(package)
 
 
@@ -85,17 +83,38 @@ def test_a_demand_outranks_the_table(kernels: Any) -> None:
     assert kernels.calls == [(2, 8200)]
 
 
+@pytest.mark.usefixtures("seen_as_gpu")
 def test_a_native_module_that_breaks_at_the_first_call_leaves_torch(
-    site: Site, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.add(native={EXTENSION: "text"})
-    gpus((9, 0))
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     monkeypatch.setenv("ASTRAI_GEMV", "1")
     with astrai_core.explain() as report:
         assert torch.equal(astrai_core.linear(ones(2, 8), ones(4, 8)), ones(2, 4) * 8)
     (row,) = report.rows
     assert row.chosen == "torch" and "importing standin_gemv failed" in row.passed_over["gemv"]
+
+
+@pytest.mark.parametrize(
+    ("of_cuda", "why"),
+    [
+        ("none", "x is not on a CUDA device"),
+        ("x", "operands on different devices"),
+        ("weight", "operands on different devices"),
+    ],
+)
+def test_device_0_of_another_accelerator(
+    kernels: Any, of_cuda: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An XPU numbers its devices from 0 too; get_device() is 0 for all of these tensors."""
+    x, weight = ones(2, 8), ones(4, 8)
+    on_cuda = {"x": x, "weight": weight}.get(of_cuda)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor is on_cuda))
+    monkeypatch.setenv("ASTRAI_GEMV", "1")
+    with astrai_core.explain() as report:
+        astrai_core.linear(x, weight)
+    assert report.rows[0].passed_over == {"gemv": why}
+    assert kernels.calls == []
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -125,7 +125,7 @@ def describe(op: str, x: Tensor, n: int, obstacle: str | None) -> Call:
         op,
         selected(op),
         mode(op),
-        x.get_device(),
+        x.get_device() if x.is_cuda else -1,
         x.numel() // k if k else 0,
         n,
         k,
@@ -254,9 +254,11 @@ def obstacle_in(x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> 
             return "training: an operand requires grad, and the kernel has no backward"
         if tensor.layout is not torch.strided or tensor.is_nested:
             return "an operand is sparse or nested"
+        # Another accelerator numbers its devices from 0 too.
+        gpu = tensor.get_device() if tensor.is_cuda else -1
         if place is None:
-            place = tensor.get_device()
-        elif tensor.get_device() != place:
+            place = gpu
+        elif gpu != place:
             return "operands on different devices"
     return _observer() or _obstacle_in_layout(x, weights, bias)
 
