@@ -11,15 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.testing._internal.two_tensor import TwoTensor
 
 import astrai_core
-from astrai_core.ops import _traced
+from astrai_core.ops import _select, _traced
 from conftest import Site
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
 
-# As a family registers its ops: in the namespace of its import name.
+# As a family registers its ops: in the namespace of its import name. The operator of swiglu is this
+# package's own, and calls the family's function.
 NATIVE = """
 import torch
 import torch.nn.functional as F
@@ -28,32 +30,33 @@ calls = []
 name = __name__.partition(".")[0]
 lib = torch.library.Library(name, "DEF")
 lib.define("bf16_gemv(Tensor x, Tensor weight, Tensor? bias, bool static_weights) -> Tensor")
-lib.define("bf16_swiglu(Tensor x, Tensor up, Tensor gate, bool static_weights) -> Tensor")
 
 def gemv(x, weight, bias, static_weights):
     calls.append(("bf16_gemv", tuple(x.shape)))
     return F.linear(x, weight, bias)
 
-def swiglu(x, up, gate, static_weights):
-    calls.append(("bf16_swiglu", tuple(x.shape)))
-    return F.linear(x, up) * F.silu(F.linear(x, gate))
-
-for op, run in (("bf16_gemv", gemv), ("bf16_swiglu", swiglu)):
-    lib.impl(op, run, "CPU")
-    torch.library.register_fake(
-        f"{name}::{op}", lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0]), lib=lib
-    )
+lib.impl("bf16_gemv", gemv, "CPU")
+torch.library.register_fake(
+    f"{name}::bf16_gemv", lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0]), lib=lib
+)
 
 def bf16_gemv(*_):
     raise AssertionError("a trace calls the registered operator")
 
-bf16_swiglu = bf16_gemv
+def bf16_swiglu(x, up, gate):
+    assert (x.data_ptr() | up.data_ptr() | gate.data_ptr()) % 16 == 0
+    calls.append(("bf16_swiglu", tuple(x.shape)))
+    return F.linear(x, up) * F.silu(F.linear(x, gate))
 """
 _numbers = itertools.count()
 
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
+
+
+def off_boundary(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 
 
 def mlp(x: Tensor, up: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
@@ -78,6 +81,12 @@ def kernels(site: Site, gpus: Callable[..., None], monkeypatch: pytest.MonkeyPat
     package = site.add(package=f"standin_traced_{next(_numbers)}", native={"_native.py": NATIVE})
     gpus((8, 9))
     monkeypatch.setattr(_traced, "_gpu_of", lambda _x: 0)
+    describe = _select.describe
+    monkeypatch.setattr(
+        _select,
+        "describe",
+        lambda op, *rest: describe(op, *rest)._replace(gpu=0 if op == "swiglu" else -1),
+    )
     return site.native_of(package)
 
 
@@ -133,6 +142,99 @@ def test_kernels_are_operators_of_the_graph(kernels: Any, backend: str) -> None:
         for _ in range(2):
             assert torch.equal(compiled(*operands), eager(*operands))
     assert kernels.calls == [("bf16_swiglu", (2, 16)), ("bf16_gemv", (2, 16))] * 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["x", "up_weight", "gate_weight"])
+def test_one_trace_serves_operands_on_and_off_their_boundary(
+    kernels: Any, backend: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASTRAI_SWIGLU", "1")
+    on = {"x": randn(2, 16), "up_weight": randn(8, 16), "gate_weight": randn(8, 16)}
+    off = {**on, name: off_boundary(on[name])}
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(astrai_core.swiglu, fullgraph=True, backend=counter)
+    x, up, gate = on.values()
+    with torch.no_grad():
+        for operands in (on, off, on):
+            assert torch.equal(compiled(**operands), F.linear(x, up) * F.silu(F.linear(x, gate)))
+    assert kernels.calls == [("bf16_swiglu", (2, 16))] * 2
+    assert counter.frame_count == 1
+
+
+def test_a_demand_is_strict_when_it_runs(kernels: Any) -> None:
+    compiled = torch.compile(astrai_core.swiglu, fullgraph=True, backend="eager")
+    x, up, gate = randn(2, 16), randn(8, 16), randn(8, 16)
+    with torch.no_grad(), astrai_core.use(swiglu="gemv"):
+        compiled(x, up, gate)
+        with pytest.raises(RuntimeError, match=r"demanded by use\(\): .* start on 16 bytes"):
+            compiled(off_boundary(x), up, gate)
+    assert kernels.calls == [("bf16_swiglu", (2, 16))]
+
+
+def test_the_operator_of_swiglu(kernels: Any) -> None:
+    operands = randn(2, 3, 16), randn(8, 16), randn(8, 16)
+    torch.library.opcheck(torch.ops.astrai_core.swiglu.default, operands)
+    assert kernels.calls == []  # its table has no row for these
+
+
+class Plain(Tensor):
+    """A subclass without behaviour of its own."""
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    "wrap", [lambda t: TwoTensor(t, t), lambda t: t.as_subclass(Plain)], ids=["two", "plain"]
+)
+def test_subclasses_are_torchs(
+    kernels: Any, which: int, wrap: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASTRAI_GEMV", "1")
+    operands = [randn(2, 16), randn(8, 16)]
+    operands[which] = wrap(operands[which])
+    with torch.no_grad():
+        y = torch.compile(astrai_core.linear, fullgraph=True, backend="eager")(*operands)
+        expected = F.linear(*operands)
+    assert type(y) is type(expected) and kernels.calls == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_torchs(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASTRAI_GEMV", "1")
+    rows, weight = [randn(2, 16), randn(3, 16)], randn(8, 16)
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with torch.no_grad():
+        y = torch.compile(astrai_core.linear, fullgraph=True, backend="eager")(x, weight)
+    for ours, row in zip(y.unbind(), rows, strict=True):
+        torch.testing.assert_close(ours, F.linear(row, weight))
+    assert kernels.calls == []
+
+
+def test_an_operand_without_strides_is_an_obstacle() -> None:
+    """Dynamo refuses sparse inputs, not those that a traced function makes."""
+    call = _traced._describe("linear", randn(2, 16), (randn(8, 16).to_sparse(),), None)
+    assert call == ("linear", -1, -1, -1, -1, "an operand is sparse or nested")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_calls_the_kernels(
+    kernels: Any, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(randn(8, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return astrai_core.swiglu(x, self.weight, self.weight)
+
+    monkeypatch.setenv("ASTRAI_SWIGLU", "1")
+    layer, x = Layer(), randn(2, 16)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,), strict=strict)
+        y = program.module()(x)
+    assert torch.equal(y, F.linear(x, layer.weight) * F.silu(F.linear(x, layer.weight)))
+    assert kernels.calls == [("bf16_swiglu", (2, 16))]
 
 
 @pytest.mark.parametrize("dynamic", [False, None])

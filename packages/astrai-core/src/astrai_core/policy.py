@@ -63,6 +63,9 @@ def use(**implementations: str) -> Iterator[None]:
     ``with use(linear="gemv", swiglu="torch"): ...``. The demand is strict: a call that the
     implementation cannot serve raises RuntimeError with the reason. Blocks nest; the inner wins.
 
+    What torch.compile has traced keeps the choice of the block that it was traced in: nothing
+    traces it again when it runs in another.
+
     Args:
         implementations: for each op (``linear``, ``swiglu``) ``torch`` or the name of its family.
 

@@ -86,7 +86,8 @@ class Report:
 def explain() -> Iterator[Report]:
     """Records the calls of this thread or task until the end of the block; nests.
 
-    Calls inside compiled code are decided while torch.compile traces, and not recorded.
+    Calls inside compiled code are decided while torch.compile traces, and not recorded, but for
+    those of swiglu that decide again when they run.
 
     Yields:
         The `Report`, which stays readable after the block.

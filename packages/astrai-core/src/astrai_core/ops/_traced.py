@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection while torch.compile traces: decided once, from what a trace knows, and baked in."""
+"""Selection while torch.compile traces: decided once, from what a trace knows, and baked in.
+
+A trace knows no addresses, and its guards say nothing of them: operands that are off their boundary
+come later. The kernel of linear takes them. That of swiglu does not, so a trace calls an operator
+of this package instead of the family's, which selects again when it runs and falls back to torch.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.library import Library
+from torch.nn import Parameter
 
 from astrai_core import discovery
 from astrai_core.policy import MAX_TOKENS, OPS, Call, decide, mode, selected
+
+from .swiglu import eager as _eager_swiglu
+
+_PLAIN = (Tensor, Parameter, FakeTensor)  # torch.export traces fake tensors
+
+
+def _fake_swiglu(x: Tensor, up_weight: Tensor, _gate_weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], up_weight.shape[0]))
+
+
+_lib = Library("astrai_core", "DEF")
+_lib.define(
+    "swiglu(Tensor x, Tensor up_weight, Tensor gate_weight) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+_lib.impl("swiglu", _eager_swiglu, "CompositeExplicitAutograd")
+torch.library.register_fake("astrai_core::swiglu", _fake_swiglu, lib=_lib)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -56,30 +81,23 @@ def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
     namespace = _namespace_of("swiglu", x, (up_weight, gate_weight), None)
     if not namespace:
         return linear(x, up_weight, None) * F.silu(linear(x, gate_weight, None))
-    kernel = getattr(getattr(torch.ops, namespace), OPS["swiglu"].kernel)
-    y: Tensor = kernel(x.view(-1, x.shape[-1]), up_weight, gate_weight, False)
-    return y.view(*x.shape[:-1], up_weight.shape[0])
+    y: Tensor = torch.ops.astrai_core.swiglu(x, up_weight, gate_weight)
+    return y
 
 
 def _describe(
     op: str, x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None
 ) -> tuple[Any, ...] | None:
-    """What a decision depends on and a trace knows; None for operands that do not fit.
-
-    Fake tensors have no address: an operand that is off its boundary is found out by the kernel.
-    """
+    """What a decision depends on and a trace knows; None for operands that do not fit."""
+    operands = (x, *weights) if bias is None else (x, *weights, bias)
+    # First of all: what is not plain may have no sizes that can be asked.
+    if any(type(tensor) not in _PLAIN for tensor in operands):
+        return op, -1, -1, -1, -1, "an operand is no plain tensor"
+    if any(tensor.layout != torch.strided or tensor.is_nested for tensor in operands):
+        return op, -1, -1, -1, -1, "an operand is sparse or nested"
     if x.dim() == 0 or any(w.dim() != 2 or w.shape[1] != x.shape[-1] for w in weights):
         return None
-    obstacle = None
-    for tensor in (x, *weights) if bias is None else (x, *weights, bias):
-        if tensor.dtype != torch.bfloat16:
-            obstacle = "other operands than bfloat16"
-        elif torch.is_grad_enabled() and tensor.requires_grad:
-            obstacle = "training: an operand requires grad, and the kernel has no backward"
-        elif tensor.device != x.device:
-            obstacle = "operands on different devices"
-        elif not tensor.is_contiguous():
-            obstacle = "an operand is not contiguous"
+    obstacle = _obstacle_in(operands)
     if any(w.shape != weights[0].shape for w in weights) or (
         bias is not None and bias.shape != weights[0].shape[:1]
     ):
@@ -93,6 +111,20 @@ def _describe(
     if obstacle is None and m > MAX_TOKENS:
         obstacle = f"the kernel takes 1 to {MAX_TOKENS} tokens"
     return op, _gpu_of(x), m, weights[0].shape[0], x.shape[-1], obstacle
+
+
+def _obstacle_in(operands: tuple[Tensor, ...]) -> str | None:
+    obstacle = None
+    for tensor in operands:
+        if tensor.dtype != torch.bfloat16:
+            obstacle = "other operands than bfloat16"
+        elif torch.is_grad_enabled() and tensor.requires_grad:
+            obstacle = "training: an operand requires grad, and the kernel has no backward"
+        elif tensor.device != operands[0].device:
+            obstacle = "operands on different devices"
+        elif not tensor.is_contiguous():
+            obstacle = "an operand is not contiguous"
+    return obstacle
 
 
 def _gpu_of(x: Tensor) -> int:

@@ -21,6 +21,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     `use`, then ``ASTRAI_GEMV``, then the measured table. Every other call runs on torch: training,
     prefill, other dtypes, layouts and devices. `explain` says which and why.
 
+    torch.compile decides while it traces, by the `use` and ``ASTRAI_GEMV`` of that moment; a change
+    of either takes effect in code that is traced anew (`torch.compiler.reset`).
+
     Args:
         x: ``[..., K]``.
         weight: ``[N, K]``.

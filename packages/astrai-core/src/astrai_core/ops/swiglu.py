@@ -22,6 +22,9 @@ def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
     the roundings of the unfused computation; selected by `use`, then ``ASTRAI_SWIGLU``, then the
     measured table. Otherwise the two projections are calls of `linear`, and torch multiplies.
 
+    torch.compile decides while it traces, as for `linear`. Where it chose the kernel the call
+    decides again each time it runs, since only then do operands have addresses.
+
     Args:
         x: ``[..., K]``.
         up_weight: ``[N, K]``.
@@ -40,6 +43,11 @@ def swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
         from . import _traced
 
         return _traced.swiglu(x, up_weight, gate_weight)
+    return eager(x, up_weight, gate_weight)
+
+
+def eager(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
+    """`swiglu` outside of a trace."""
     obstacle = obstacle_in(x, (up_weight, gate_weight), None) or _off_boundary(
         x, up_weight, gate_weight
     )
