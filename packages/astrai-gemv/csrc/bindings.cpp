@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "astrai/host/bind_device.h"
 #include "astrai/host/torch_exchange.h"
 #include "gemv/gemv.h"
 #include "gemv/gemv_traits.h"
@@ -140,15 +141,6 @@ py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::ha
   return out.take();
 }
 
-void check_aligned(const TensorView& tensor) {
-  if (tensor.address() % 16 != 0 ||
-      (tensor.rank() == 2 && tensor.stride(0) % 8 != 0 && tensor.size(0) > 1))
-    throw ValueError(concat(tensor.name(),
-                            ": expected rows that start on 16 bytes, got an offset of ",
-                            tensor.address() % 16, " bytes and a row stride of ",
-                            tensor.rank() == 2 ? tensor.stride(0) : 0, " elements"));
-}
-
 py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::handle out_,
                        bool static_weights) {
   const TorchExchange& torch = TorchExchange::get();
@@ -166,9 +158,9 @@ py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::hand
   up.expect_cuda().expect_same_device(x);
   gate.expect_cuda().expect_same_device(x);
   out.expect_device_and_disjoint({&x, &up, &gate});
-  check_aligned(x);
-  check_aligned(up);
-  check_aligned(gate);
+  x.expect_aligned_rows();
+  up.expect_aligned_rows();
+  gate.expect_aligned_rows();
   torch.refuse_grad("bf16_swiglu", {{"x", x_}, {"up_weight", up_}, {"gate_weight", gate_}});
 
   const int device = x.device_index();
@@ -253,20 +245,7 @@ py::dict plan_dict(int m, int n, int k, int64_t row_stride, uint64_t weight_addr
 
 PYBIND11_MODULE(_gemv, m) {
   astrai::register_errors();
-
-  py::class_<astrai::DeviceInfo>(m, "DeviceInfo")
-      .def(py::init([](int sm_count, int device_arch, int image_arch, int smem_per_sm,
-                       int smem_per_block) {
-             return astrai::DeviceInfo{sm_count, device_arch, image_arch, smem_per_sm,
-                                       smem_per_block};
-           }),
-           py::kw_only(), py::arg("sm_count"), py::arg("device_arch"), py::arg("image_arch"),
-           py::arg("smem_per_sm"), py::arg("smem_per_block"))
-      .def_readonly("sm_count", &astrai::DeviceInfo::sm_count)
-      .def_readonly("device_arch", &astrai::DeviceInfo::device_arch)
-      .def_readonly("image_arch", &astrai::DeviceInfo::image_arch)
-      .def_readonly("smem_per_sm", &astrai::DeviceInfo::smem_per_sm)
-      .def_readonly("smem_per_block", &astrai::DeviceInfo::smem_per_block);
+  astrai::bind_device_info(m);
   m.def("device_info", [](int device) { return gemv::device_info(device); }, py::arg("device"));
   m.def("plan_gemv", &plan_dict, py::kw_only(), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("row_stride"), py::arg("weight_address"), py::arg("x_address"), py::arg("swiglu"),
