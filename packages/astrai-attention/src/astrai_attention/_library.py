@@ -63,7 +63,10 @@ def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"astrai_attention::{name}", fake, lib=_lib)
     if "!" not in schema:
         torch.library.register_autograd(
-            f"astrai_attention::{name}", _unreachable_backward, setup_context=_refuse_backward, lib=_lib
+            f"astrai_attention::{name}",
+            _unreachable_backward,
+            setup_context=_refuse_backward,
+            lib=_lib,
         )
 
 

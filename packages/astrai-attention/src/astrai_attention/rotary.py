@@ -34,8 +34,8 @@ def rotary_emb(
         sin: as ``cos``.
         interleaved: which pairs. True: elements ``2i`` and ``2i + 1``, the product of complex
             numbers. False: ``i`` and ``i + head_dim / 2``, as Llama checkpoints of transformers.
-        out: of the shape of ``x``, bf16, laid out as freely as ``x``: ``x`` itself, or a tensor that
-            shares no memory with it. Allocated (contiguous) when None.
+        out: of the shape of ``x``, bf16, laid out as freely as ``x``: ``x`` itself, or a tensor
+            that shares no memory with it. Allocated (contiguous) when None.
 
     Returns:
         ``out``.
