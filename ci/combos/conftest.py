@@ -24,9 +24,12 @@ class Diagnosis:
     status: int
     report: dict[str, Any]
 
+    def family(self, name: str) -> dict[str, Any]:
+        return next(family for family in self.report["families"] if family["name"] == name)
+
     @property
     def gemv(self) -> dict[str, Any]:
-        return next(family for family in self.report["families"] if family["name"] == "gemv")
+        return self.family("gemv")
 
 
 @pytest.fixture
@@ -81,6 +84,17 @@ def falls_back(calls: Any, doctor: Diagnosis, monkeypatch: pytest.MonkeyPatch) -
         installed = doctor.gemv["version"] is not None
         assert doctor.status == int(installed and torch.cuda.is_available())
         return str(doctor.gemv["reason"]["text"])
+
+    return run
+
+
+@pytest.fixture
+def python() -> Any:
+    """Runs code in a process of its own and returns what it printed."""
+
+    def run(code: str) -> str:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     return run
 

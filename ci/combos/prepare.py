@@ -67,6 +67,7 @@ CHANGES = {
 REQUIREMENTS = {
     "core_alone": ["astrai-core"],
     "gemv_alone": ["astrai-gemv"],
+    "two_families": ["astrai-core[attention,gemv]"],
     "duplicate": ["astrai-core[gemv]", "astrai-gemv-nightly"],
 }
 

@@ -25,6 +25,9 @@ LINEAR_SHAPES = (
 SWIGLU_SHAPES = ((8192, 2048), (11008, 4096), (14336, 4096), (28672, 8192))
 HIDDEN_SIZES = (576, 2048, 4096, 8192)
 
+# (batch, seq): decode steps, then prompts whose queries of 32 heads are 64 and 128 MiB.
+ROTARY_TOKENS = ((1, 1), (16, 1), (1, 8192), (2, 8192))
+
 
 @dataclass(frozen=True)
 class GemvCase:
@@ -91,6 +94,28 @@ class NormCase:
     def bytes_moved(self) -> int:
         """Bytes that must be read and written once: x, residual, weight; h and y."""
         return 2 * self.k * (4 * self.m + 1)
+
+
+@dataclass(frozen=True)
+class RotaryCase:
+    """Rotary embedding of ``[batch, seq, heads, head_dim]`` by angles that the batch shares."""
+
+    batch: int
+    seq: int
+    heads: int
+    head_dim: int
+    interleaved: bool
+
+    @property
+    def label(self) -> str:
+        """The `case` of a benchmark row."""
+        pairing = "interleaved" if self.interleaved else "halves"
+        return f"B={self.batch},S={self.seq},H={self.heads},d={self.head_dim},{pairing}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that must be read and written once: x, cos, sin; the result."""
+        return 4 * self.seq * self.head_dim * (self.batch * self.heads + 1)
 
 
 @dataclass(frozen=True)

@@ -44,3 +44,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     h = round_bf16(x.double() + residual.double())
     normed = round_bf16(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps))
     return round_bf16(weight.double() * normed), h
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Each pair ``(a, b)`` of a head turned to ``(a * cos - b * sin, b * cos + a * sin)``.
+
+    Args:
+        x: ``[..., seq, heads, head_dim]``.
+        cos: ``[..., seq, head_dim / 2]``; leading dimensions may be missing.
+        sin: as `cos`.
+        interleaved: whether pairs are ``(2i, 2i + 1)`` or ``(i, i + head_dim / 2)``.
+    """
+    pairs = x.double().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    dim = -1 if interleaved else -2
+    a, b = pairs.unbind(dim)
+    c, s = cos.double().unsqueeze(-2), sin.double().unsqueeze(-2)
+    return torch.stack((a * c - b * s, b * c + a * s), dim).flatten(-2)

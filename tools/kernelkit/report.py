@@ -16,13 +16,17 @@ from kernelkit.results import Row, load, markdown
 
 # Ops of each family in the order of the page; the first provider is the base of comparison.
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention": {
+        "rotary_emb": ("torch", "astrai", "copy"),
+        "host": ("torch", "astrai"),
+    },
     "gemv": {
         "bf16_gemv": ("cublas", "astrai", "astrai-static"),
         "bf16_swiglu": ("torch", "astrai", "astrai-static"),
         "add_rms_norm": ("torch", "astrai", "astrai-static"),
         "chain": ("cublas", "astrai", "astrai-static"),
         "host": ("cublas", "astrai"),
-    }
+    },
 }
 HEAD = """# Benchmarks
 
@@ -30,7 +34,7 @@ Written by `python -m kernelkit.report docs/benchmarks` from the JSON beside it,
 `nox -s bench` writes on the GPU. Microseconds, medians. Device time is per node of a CUDA graph
 of at least 32 calls over operands of more than 400 MB in all (cold L2), except `chain`, which is
 per decoder layer, and `host`, which is the host time of one eager call. `astrai-static` is
-`static_weights=True`.
+`static_weights=True`; `copy` moves the same tensor and computes nothing.
 """
 
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "astrai/host/bind_device.h"
 #include "astrai/host/torch_exchange.h"
 #include "gemv/gemv.h"
 #include "gemv/gemv_traits.h"
@@ -161,15 +162,6 @@ py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::ha
   return run_linear(tokens, x, weight, nullptr, bias_view, out, static_weights);
 }
 
-void check_aligned(const TensorView& tensor) {
-  if (tensor.address() % 16 != 0 ||
-      (tensor.rank() == 2 && tensor.stride(0) % 8 != 0 && tensor.size(0) > 1))
-    throw ValueError(concat(tensor.name(),
-                            ": expected rows that start on 16 bytes, got an offset of ",
-                            tensor.address() % 16, " bytes and a row stride of ",
-                            tensor.rank() == 2 ? tensor.stride(0) : 0, " elements"));
-}
-
 py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::handle out_,
                        bool static_weights) {
   const TorchExchange& torch = TorchExchange::get();
@@ -181,9 +173,9 @@ py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::hand
   check_weight(up, tokens.k);
   check_weight(gate, tokens.k);
   gate.expect_size(0, up.size(0), "N of up_weight");
-  check_aligned(x);
-  check_aligned(up);
-  check_aligned(gate);
+  x.expect_aligned_rows();
+  up.expect_aligned_rows();
+  gate.expect_aligned_rows();
   Output out(out_, x_, x, up.size(0));
   out.expect_disjoint({&x, &up, &gate});
   torch.refuse_grad("bf16_swiglu",
@@ -251,20 +243,7 @@ py::dict plan_dict(int m, int n, int k, int64_t row_stride, uint64_t weight_addr
 
 PYBIND11_MODULE(_gemv, m) {
   astrai::register_errors();
-
-  py::class_<astrai::DeviceInfo>(m, "DeviceInfo")
-      .def(py::init([](int sm_count, int device_arch, int image_arch, int smem_per_sm,
-                       int smem_per_block) {
-             return astrai::DeviceInfo{sm_count, device_arch, image_arch, smem_per_sm,
-                                       smem_per_block};
-           }),
-           py::kw_only(), py::arg("sm_count"), py::arg("device_arch"), py::arg("image_arch"),
-           py::arg("smem_per_sm"), py::arg("smem_per_block"))
-      .def_readonly("sm_count", &astrai::DeviceInfo::sm_count)
-      .def_readonly("device_arch", &astrai::DeviceInfo::device_arch)
-      .def_readonly("image_arch", &astrai::DeviceInfo::image_arch)
-      .def_readonly("smem_per_sm", &astrai::DeviceInfo::smem_per_sm)
-      .def_readonly("smem_per_block", &astrai::DeviceInfo::smem_per_block);
+  astrai::bind_device_info(m);
   m.def("device_info", [](int device) { return gemv::device_info(device); }, py::arg("device"));
   m.def("plan_gemv", &plan_dict, py::kw_only(), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("row_stride"), py::arg("weight_address"), py::arg("x_address"), py::arg("swiglu"),

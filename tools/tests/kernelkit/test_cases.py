@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from kernelkit.cases import CHAINS, GemvCase, NormCase, SwigluCase
+from kernelkit.cases import CHAINS, GemvCase, NormCase, RotaryCase, SwigluCase
 
 
 def test_labels_and_counts():
@@ -11,6 +11,9 @@ def test_labels_and_counts():
     assert GemvCase(2, 3, 5).flops == 60
     assert SwigluCase(1, 2, 8).bytes_moved == 2 * (32 + 8 + 2)
     assert NormCase(2, 8).bytes_moved == 2 * (4 * 16 + 8)
+    rotary = RotaryCase(2, 3, 5, 16, interleaved=True)
+    assert rotary.label == "B=2,S=3,H=5,d=16,interleaved"
+    assert rotary.bytes_moved == 2 * 2 * (2 * 3 * 5 * 16) + 2 * 4 * (3 * 8)
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda c: c.model)

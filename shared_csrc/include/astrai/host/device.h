@@ -23,31 +23,6 @@ struct DeviceInfo {
   int smem_per_block;  // bytes, with the opt-in
 };
 
-// Whether the process uses a device already. The driver answers without starting to use it, which
-// the runtime would.
-inline bool has_primary_context(int device) {
-  using GetState = int (*)(int device, unsigned* flags, int* active);
-  static const auto get_state = [] {
-    void* symbol = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    const char* const name = "cuDevicePrimaryCtxGetState";
-#if CUDART_VERSION >= 12050
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion(name, &symbol, 7000, cudaEnableDefault, &found);
-#else
-    const cudaError_t status = cudaGetDriverEntryPoint(name, &symbol, cudaEnableDefault, &found);
-#endif
-    if (status != cudaSuccess) cudaGetLastError();
-    return reinterpret_cast<GetState>(symbol);
-  }();
-  unsigned flags = 0;
-  int active = 0;
-  return get_state == nullptr || get_state(device, &flags, &active) != 0 || active != 0;
-}
-
-// Makes a device current for a scope. Where the one before has no context, as in a thread that has
-// not chosen a device while the process uses another, it is not restored: that would create one,
-// hundreds of megabytes on a GPU that nobody asked for.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -59,7 +34,7 @@ class DeviceGuard {
     check_cuda(cudaSetDevice(device), "cudaSetDevice");
   }
   ~DeviceGuard() {
-    if (previous_ >= 0 && has_primary_context(previous_)) cudaSetDevice(previous_);
+    if (previous_ >= 0) cudaSetDevice(previous_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

@@ -6,6 +6,7 @@
 
 #include <dlpack/dlpack.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -70,6 +71,11 @@ class TensorView {
     for (int i = 0; i < rank(); ++i) text += (i ? ", " : "") + std::to_string(size(i));
     return text + "]";
   }
+  std::string strides_text() const {
+    std::string text = "[";
+    for (int i = 0; i < rank(); ++i) text += (i ? ", " : "") + std::to_string(stride(i));
+    return text + "]";
+  }
 
   const TensorView& expect_dtype(DType dtype) const {
     const DLDataType want = dl_dtype(dtype);
@@ -123,6 +129,40 @@ class TensorView {
     return *this;
   }
 
+  // For kernels that move 16 bytes at a time. Strides of leading dimensions are otherwise free, 0
+  // included.
+  const TensorView& expect_aligned_rows() const {
+    if (numel() == 0) return *this;
+    bool aligned = address() % 16 == 0;
+    for (int i = 0; i < rank() - 1; ++i)
+      if (size(i) > 1 && stride(i) * item_bytes() % 16 != 0) aligned = false;
+    if (size(-1) > 1 && stride(-1) != 1)
+      throw ValueError(
+          concat(name_, ": expected stride 1 in the last dimension, got strides ", strides_text()));
+    if (!aligned)
+      throw ValueError(concat(name_, ": expected rows that start on 16 bytes, got an offset of ",
+                              address() % 16, " bytes and strides ", strides_text(),
+                              " in elements of ", item_bytes(), " bytes"));
+    return *this;
+  }
+
+  // What is written may hold no element twice, as an expanded tensor does.
+  const TensorView& expect_distinct_elements() const {
+    expect_rank(0, kMaxRank, "of at most 8 dimensions");
+    int order[kMaxRank], count = 0;
+    for (int i = 0; i < rank(); ++i)
+      if (size(i) > 1) order[count++] = i;
+    std::sort(order, order + count, [this](int a, int b) { return stride(a) < stride(b); });
+    int64_t reach = 1;
+    for (int i = 0; numel() != 0 && i < count; ++i) {
+      if (stride(order[i]) < reach)
+        throw ValueError(concat(name_, ": expected elements that share no memory, got shape ",
+                                shape_text(), " with strides ", strides_text()));
+      reach += (size(order[i]) - 1) * stride(order[i]);
+    }
+    return *this;
+  }
+
   const TensorView& expect_cuda() const {
     if (tensor_.device.device_type != kDLCUDA)
       throw ValueError(concat(name_, ": expected a CUDA tensor, got one on ",
@@ -141,14 +181,32 @@ class TensorView {
 
   // A kernel may read the gaps between the rows of a strided tensor, so they count as its memory.
   const TensorView& expect_disjoint(const TensorView& other) const {
-    if (address() < other.end_address() && other.address() < end_address())
+    if (overlaps(other))
       throw ValueError(concat(name_,
                               ": expected memory of its own, got some between the first and ",
                               "the last element of ", other.name()));
     return *this;
   }
 
+  // For kernels that may work in place: every element at its own address, or all memory apart.
+  const TensorView& expect_same_or_disjoint(const TensorView& other) const {
+    bool same = rank() == other.rank() && address() == other.address();
+    for (int i = 0; same && i < rank(); ++i)
+      same = size(i) == other.size(i) && (size(i) == 1 || stride(i) == other.stride(i));
+    if (!same && overlaps(other))
+      throw ValueError(concat(name_, ": expected ", other.name(),
+                              " itself or memory of its own, got memory partly shared with ",
+                              other.name()));
+    return *this;
+  }
+
  private:
+  static constexpr int kMaxRank = 8;
+
+  // By extent: a tensor that lies in the gaps of another counts as overlapping.
+  bool overlaps(const TensorView& other) const {
+    return address() < other.end_address() && other.address() < end_address();
+  }
   int wrap(int dim) const { return dim < 0 ? dim + rank() : dim; }
   uintptr_t end_address() const {
     int64_t last = 0;

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bf16 kernels around attention for LLM inference: rotary embedding.
+
+Every op runs its kernel or raises. The ops are resolved on first use: a policy package imports this
+package to read its manifest, and must not load native code by that.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .rotary import rotary_emb
+
+__all__ = ["rotary_emb"]
+
+_MODULES = {"rotary_emb": "rotary"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,30 @@
+from torch import Tensor
+
+class DeviceInfo:
+    def __init__(
+        self,
+        *,
+        sm_count: int,
+        device_arch: int,
+        image_arch: int,
+        smem_per_sm: int,
+        smem_per_block: int,
+    ) -> None: ...
+    @property
+    def sm_count(self) -> int: ...
+    @property
+    def device_arch(self) -> int: ...
+    @property
+    def image_arch(self) -> int: ...
+    @property
+    def smem_per_sm(self) -> int: ...
+    @property
+    def smem_per_block(self) -> int: ...
+
+def device_info(device: int) -> DeviceInfo: ...
+def plan_rotary(
+    *, tokens: int, heads: int, head_dim: int, interleaved: bool, device: DeviceInfo
+) -> dict[str, int | bool | tuple[int, ...]]: ...
+def rotary_emb(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None
+) -> Tensor: ...

@@ -1,0 +1,3 @@
+CUDA: str | None
+SASS: tuple[str, ...]
+PTX: tuple[str, ...]

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifest of the family: read by a policy package, imports neither torch nor native code."""
+
+from __future__ import annotations
+
+try:
+    from ._build import CUDA, PTX, SASS
+except ModuleNotFoundError:  # a wheel built with CSRC_KERNELS=false
+    CUDA, SASS, PTX = None, (), ()
+
+__all__ = ["CONTRACT", "CUDA", "NAME", "NATIVE", "OPS", "PACKAGE", "PTX", "SASS"]
+
+NAME = "attention"
+CONTRACT = 1
+PACKAGE = "astrai_attention"
+NATIVE = "astrai_attention._attention"
+OPS: dict[str, tuple[str, ...]] = {
+    "rotary_emb": ("bfloat16",),
+}

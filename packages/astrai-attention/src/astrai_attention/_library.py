@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as torch operators (`torch.ops.astrai_attention`), for torch.compile only.
+
+An eager call through the dispatcher costs 8 us more than one of the compiled module, so the public
+functions come here only while torch.compile traces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from ._native import native
+
+_NO_BACKWARD = (
+    "an input requires grad, and this op has no backward; "
+    "call it under torch.no_grad() or torch.inference_mode()"
+)
+
+_lib = Library("astrai_attention", "DEF")
+
+
+def _fake_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Checks what a trace can know; the compiled module checks the rest when it runs."""
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"x: expected dtype bfloat16, got {x.dtype}")
+    if x.dim() not in (3, 4):
+        raise ValueError(
+            "x: expected shape [tokens, heads, head_dim] or [batch, seq, heads, head_dim], "
+            f"got {x.dim()}-D {list(x.shape)}"
+        )
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype != torch.float32:
+            raise TypeError(f"{name}: expected dtype float32, got {table.dtype}")
+        if not 2 <= table.dim() < x.dim() or table.shape[-1] * 2 != x.shape[-1]:
+            raise ValueError(
+                f"{name}: expected shape [{'tokens' if x.dim() == 3 else 'seq'}, "
+                f"{x.shape[-1] // 2}] (half of head_dim of x), got {list(table.shape)}"
+            )
+    return x.new_empty(x.shape)
+
+
+def _fake_out(*_: Any) -> None:
+    return None
+
+
+def _refuse_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    raise RuntimeError(_NO_BACKWARD)
+
+
+def _unreachable_backward(ctx: Any, *grads: Any) -> None:
+    raise AssertionError("setup_context raised before a backward could be recorded")
+
+
+def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    _lib.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"astrai_attention::{name}", fake, lib=_lib)
+    if "!" not in schema:
+        torch.library.register_autograd(
+            f"astrai_attention::{name}",
+            _unreachable_backward,
+            setup_context=_refuse_backward,
+            lib=_lib,
+        )
+
+
+_register(
+    "rotary_emb(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
+    lambda x, cos, sin, interleaved: native.rotary_emb(x, cos, sin, interleaved, None),
+    _fake_rotary,
+)
+_register(
+    "rotary_emb_out(Tensor x, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out) -> ()",
+    lambda x, cos, sin, pairs, out: (native.rotary_emb(x, cos, sin, pairs, out), None)[1],
+    _fake_out,
+)
+# An argument that is written is declared once: `out` may not alias `x` in the operator above.
+_register(
+    "rotary_emb_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved) -> ()",
+    lambda x, cos, sin, pairs: (native.rotary_emb(x, cos, sin, pairs, x), None)[1],
+    _fake_out,
+)
+
+
+def _refuse_grad(*tensors: Tensor | None) -> None:
+    # The operators that write into an argument cannot register a backward that raises.
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(_NO_BACKWARD)
+
+
+def rotary_emb(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None
+) -> Tensor:
+    _refuse_grad(x, cos, sin, out)
+    if out is None:
+        result: Tensor = torch.ops.astrai_attention.rotary_emb(x, cos, sin, interleaved)
+        return result
+    if out is x:
+        torch.ops.astrai_attention.rotary_emb_(x, cos, sin, interleaved)
+        return x
+    torch.ops.astrai_attention.rotary_emb_out(x, cos, sin, interleaved, out)
+    return out
