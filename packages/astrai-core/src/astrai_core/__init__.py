@@ -9,12 +9,35 @@ from __future__ import annotations
 
 from typing import Any
 
+from .attn import (
+    ATTN_BACKEND,
+    OutOfPagesError,
+    PagedKVCache,
+    apply_rotary_emb,
+    attention,
+    attn_backend,
+    get_backend,
+)
 from .discovery import families
 from .ops import linear, swiglu
 from .policy import use
 from .recording import explain
 
-__all__ = ["__version__", "explain", "families", "linear", "swiglu", "use"]
+__all__ = [
+    "ATTN_BACKEND",
+    "OutOfPagesError",
+    "PagedKVCache",
+    "__version__",
+    "apply_rotary_emb",
+    "attention",
+    "attn_backend",
+    "explain",
+    "families",
+    "get_backend",
+    "linear",
+    "swiglu",
+    "use",
+]
 
 
 def __getattr__(name: str) -> Any:
