@@ -62,13 +62,12 @@ def over_step(q: Tensor, step: Step, layer_id: int, mask: Tensor | None, is_caus
     batch, q_len, kv_len = len(step.seqs), step.max_q_len, step.max_kv_len
     k, v = step.gather_padded(layer_id)
     packed = step.packed("q", q)
-    uniform = step.total_q == batch * q_len
-    if uniform:
+    if step.uniform:
         padded = packed.view(batch, q_len, *packed.shape[1:])
     else:
         rows = step.qo_indptr[:-1, None] + torch.arange(q_len, device=q.device)
         padded = packed[rows.clamp(max=step.total_q - 1)]
-    if not uniform or min(step.kv_lens) != kv_len:
+    if not step.uniform or min(step.kv_lens) != kv_len:
         key = torch.arange(kv_len, device=q.device)
         inside = (key < step.seq_lens[:, None])[:, None, None]
         if is_causal:
@@ -78,10 +77,8 @@ def over_step(q: Tensor, step: Step, layer_id: int, mask: Tensor | None, is_caus
             is_causal = False
         mask = inside if mask is None else as_4d(mask) & inside
     y = dense(padded, k, v, mask, is_causal)
-    if not uniform:
-        y = y[
-            step.batch_of, step.positions - (step.seq_lens - step.qo_indptr.diff())[step.batch_of]
-        ]
+    if not step.uniform:
+        y = y[step.batch_of, step.query_of]
     return y.reshape(q.shape)
 
 

@@ -145,7 +145,9 @@ class CudaBackend(AttentionBackend):
         step = kv_cache
         size = step.page_size
         if op == "attn_paged_decode":
-            q_rows, k_rows, v_rows = (step.packed(n, x)[:, None] for n, x in zip("qkv", (q, k, v)))
+            q_rows, k_rows, v_rows = (
+                step.packed(name, x)[:, None] for name, x in (("q", q), ("k", k), ("v", v))
+            )
             pools = step.pools(layer_id)
             # The kernel stores the new token itself.
             y = run(

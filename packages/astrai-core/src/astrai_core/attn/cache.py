@@ -28,8 +28,8 @@ class OutOfPagesError(RuntimeError):
 
     def __init__(self, needed: int, free: int, total: int) -> None:
         super().__init__(
-            f"{needed} pages are needed, {free} of {total} are free; free() a sequence, or make the "
-            "cache with more pages"
+            f"{needed} pages are needed, {free} of {total} are free; free() a sequence, or make a "
+            "cache of more pages"
         )
         self.needed = needed
         self.free = free

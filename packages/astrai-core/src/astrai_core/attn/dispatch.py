@@ -153,12 +153,12 @@ def _select(call: tuple[Any, ...]) -> AttentionBackend:
         chosen, why = demanded, f"attn_backend() demands {demanded.name}"
     else:
         variable = _variable()
-        for backend in _order(variable):  # noqa: B007 (torch_native serves every call)
+        for backend in _order(variable):
             reason = backend.why_not(*call)
             if reason is None:
                 break
             passed_over[backend.name] = reason
-        chosen = backend
+        chosen = backend  # torch_native, the last one, serves every call
         why = f"{VARIABLE}={variable}" if chosen.name == variable else f"{chosen.name} comes first"
     if reports := recording.active():
         others = {n: why for n in _BACKENDS if n not in passed_over and n != chosen.name}
@@ -173,9 +173,10 @@ def _record(
     passed_over: dict[str, str],
 ) -> None:
     q, k, _, step, _, mask, is_causal, fwd = call
-    words = [f"q {recording.shape_of(q)}"]
-    words.append(f"k, v {recording.shape_of(k)}" if step is None else f"kv_lens {[*step.kv_lens]}")
-    words += ["causal"] * is_causal + ["mask"] * (mask is not None) + [fwd] * (fwd is not None)
+    words = [f"q {recording.shape_of(q)} k, v {recording.shape_of(k)}"]
+    # Not how much is cached: each decoded token would have a row of its own.
+    words += ["cache"] * (step is not None) + ["mask"] * (mask is not None)
+    words += ["causal"] * is_causal + [fwd] * (fwd is not None)
     dtype = str(q.dtype).removeprefix("torch.")
     recording.record(
         reports, "attention", " ".join(words), dtype, str(q.device), chosen, passed_over
@@ -193,8 +194,8 @@ def _resolve(backend: Any) -> AttentionBackend:
         return backend
     if isinstance(backend, type) and issubclass(backend, AttentionBackend):
         return backend()
-    if isinstance(backend, str) and str.__str__(backend) in _BACKENDS:
-        return _BACKENDS[ATTN_BACKEND(backend).value]
+    if isinstance(backend, str) and backend in _BACKENDS:
+        return _BACKENDS[backend]
     raise ValueError(
         f"attn_backend: expected {', '.join(_BACKENDS)}, or an AttentionBackend class or instance, "
         f"got {backend!r}"

@@ -56,6 +56,8 @@ def apply_rotary_emb(
         )
     if run is None:
         return _by_torch(x, cos, sin, interleaved)
+    if cos.dim() == 3 and cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
     y: Tensor = run(x, cos, sin, interleaved=interleaved)
     return y
 
@@ -101,8 +103,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
     batch, length, _, head_dim = x.shape
     pairs = (length, head_dim // 2)
-    for name, angle in (("cos", cos), ("sin", sin)):
-        if tuple(angle.shape) not in (pairs, (1, *pairs), (batch, *pairs)):
-            raise ValueError(
-                f"{name}: expected {[*pairs]} or {[batch, *pairs]}, got {[*angle.shape]}"
-            )
+    if tuple(cos.shape) not in (pairs, (1, *pairs), (batch, *pairs)):
+        raise ValueError(f"cos: expected {[*pairs]} or {[batch, *pairs]}, got {[*cos.shape]}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin: expected cos's shape {[*cos.shape]}, got {[*sin.shape]}")

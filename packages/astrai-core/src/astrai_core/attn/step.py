@@ -26,9 +26,9 @@ class Step:
     """What `PagedKVCache.begin_step` returns, and `attention` takes as ``kv_cache``.
 
     All layers of a pass share it: the positions of the new tokens are the same in each. It is
-    current until one of its sequences is changed otherwise (by another step, `reserve`, `truncate`,
-    `fork` or `free`); `write`, `gather` and `pools` of an outdated one raise RuntimeError, since its
-    pages may be another sequence's by then.
+    current until one of its sequences is changed by anything else: another step, `reserve`,
+    `truncate`, `fork` or `free`. What reads or writes an outdated one's pages raises RuntimeError,
+    since they may be another sequence's by then.
 
     Tensors are int32, on the cache's device. Queries are packed one sequence after the other.
 
@@ -36,6 +36,9 @@ class Step:
         seqs: the sequences, in order.
         q_lens: new tokens of each.
         kv_lens: all tokens of each, the new ones included.
+        total_q: new tokens of all sequences.
+        max_q_len: the most new tokens of a sequence.
+        max_kv_len: the most tokens of a sequence.
         page_size: tokens of a page.
         page_table: ``[B, max_pages]``: pages of each sequence; 0 where it has no more.
         seq_lens: ``[B]``: `kv_lens`.
@@ -59,7 +62,13 @@ class Step:
         self.seqs = tuple(seqs)
         self.q_lens = tuple(q_lens)
         self.kv_lens = tuple(kv_lens)
+        self.total_q = sum(q_lens)
+        self.max_q_len = max(q_lens)
+        self.max_kv_len = max(kv_lens)
         self.page_size = cache.page_size
+        self._leading: list[tuple[int, ...]] = [(1, self.total_q), (self.total_q,)]
+        if self.uniform:
+            self._leading.insert(0, (len(self.seqs), self.max_q_len))
         table = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int32)
         for index, row in enumerate(rows):
             table[index, : len(row)] = row
@@ -76,19 +85,9 @@ class Step:
         ) = _to_device(tensors, cache.device)
 
     @property
-    def total_q(self) -> int:
-        """New tokens of all sequences."""
-        return sum(self.q_lens)
-
-    @property
-    def max_q_len(self) -> int:
-        """The most new tokens of a sequence."""
-        return max(self.q_lens)
-
-    @property
-    def max_kv_len(self) -> int:
-        """The most tokens of a sequence."""
-        return max(self.kv_lens)
+    def uniform(self) -> bool:
+        """Whether all sequences have equally many new tokens."""
+        return self.total_q == self.max_q_len * len(self.seqs)
 
     @functools.cached_property
     def batch_of(self) -> Tensor:
@@ -98,10 +97,15 @@ class Step:
         return batch.repeat_interleave(self.qo_indptr.diff(), output_size=self.total_q)
 
     @functools.cached_property
+    def query_of(self) -> Tensor:
+        """``[total_q]``, int64: the position of each new token among those of its sequence."""
+        row = torch.arange(self.total_q, device=self.page_table.device)
+        return row - self.qo_indptr[self.batch_of]
+
+    @functools.cached_property
     def positions(self) -> Tensor:
         """``[total_q]``, int64: the position of each new token in its sequence."""
-        row = torch.arange(self.total_q, device=self.page_table.device)
-        return row + (self.seq_lens - self.qo_indptr[1:])[self.batch_of]
+        return self.query_of + (self.seq_lens - self.qo_indptr.diff())[self.batch_of]
 
     @functools.cached_property
     def _new_slots(self) -> tuple[Tensor, Tensor]:
@@ -119,7 +123,7 @@ class Step:
 
     @functools.cached_property
     def _padded_slots(self) -> tuple[Tensor, Tensor]:
-        """Page and offset of every token, ``[B, max_kv_len]``; the last one's instead of padding."""
+        """Page and offset of every token, ``[B, max_kv_len]``; for padding, of the last one."""
         position = torch.arange(self.max_kv_len, device=self.page_table.device)
         position = torch.minimum(position, self.seq_lens[:, None] - 1)
         batch = torch.arange(len(self.seqs), device=position.device)[:, None]
@@ -186,8 +190,9 @@ class Step:
             Exception: what `check` raises.
         """
         self.check(layer_id, k, v)
-        for pool, x in zip(self._cache.pools(layer_id), (k, v), strict=True):
-            pool.index_put_(self._new_slots, self.packed("k", x))
+        k_pool, v_pool = self._cache.pools(layer_id)
+        k_pool.index_put_(self._new_slots, self.packed("k", k))
+        v_pool.index_put_(self._new_slots, self.packed("v", v))
 
     def gather(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """K and V of all tokens, ``[sum(kv_lens), kv_heads, head_dim]``, split at `kv_indptr`.
@@ -215,22 +220,15 @@ class Step:
             raise RuntimeError(f"the step is outdated: {self._ended}")
 
     def _check_tokens(self, name: str, x: Tensor) -> None:
-        batch, length, total = len(self.seqs), self.q_lens[0], self.total_q
-        uniform = length * batch == total and self.max_q_len == length
-        fits = x.shape[:-2] in ((total,), (1, total)) or (
-            uniform and x.shape[:-2] == (batch, length)
-        )
-        if not fits:
-            expected = f"[1, {total}, heads, head_dim]"
-            if uniform:
-                expected = f"[{batch}, {length}, heads, head_dim] or {expected}"
+        if x.shape[:-2] not in self._leading:
+            expected = " or ".join(
+                f"[{', '.join(map(str, leading))}, heads, head_dim]" for leading in self._leading
+            )
             raise ValueError(f"{name}: expected {expected}, got {[*x.shape]}")
 
 
 def _to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The int32 tensors on a device, by one transfer that the host does not wait for."""
-    if device.type == "cpu":
-        return [*tensors]
     starts = [0, *accumulate(-(-t.numel() // _ALIGN) * _ALIGN for t in tensors)]
     # Pageable memory would be copied while the host waits.
     host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
