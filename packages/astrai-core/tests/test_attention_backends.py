@@ -24,7 +24,7 @@ from astrai_core.attn import (
     TorchNativeBackend,
     backends,
 )
-from conftest import Site, install_attention
+from conftest import Site, forget, install_attention
 
 Gpus = Callable[..., None]
 ALL = ("cuda", "flash", "torch_native")
@@ -239,6 +239,7 @@ def test_the_backend_in_force_can_be_used(
     assert get_backend().name == "cuda"
     monkeypatch.setenv("ASTR_BACKEND", "flash")
     assert get_backend().name == "cuda"
+    forget()
     gpus((7, 5))
     assert get_backend().name == "torch_native"
     why = CudaBackend().unavailable()
@@ -266,8 +267,13 @@ def test_what_the_kernels_do_not_take(kernels: Any, changes: dict[str, Tensor], 
 
 @pytest.mark.usefixtures("kernels")
 def test_what_hooks_into_torch_is_torchs() -> None:
-    with torch.autocast("cuda", torch.bfloat16):
-        assert CudaBackend().why_not(Q, K, K, fwd="prefill") == "autocast is active"
+    def call(q: Tensor) -> Tensor:
+        reasons.append(CudaBackend().why_not(q, K, K, fwd="prefill"))
+        return q
+
+    reasons: list[str | None] = []
+    torch.vmap(call)(Q[None])
+    assert reasons == ["functorch transforms the call"]
 
 
 def test_a_family_that_lacks_the_op(site: Site, gpus: Gpus, monkeypatch: Any) -> None:
@@ -333,14 +339,16 @@ def test_a_flash_attn_that_does_not_import(site: Site) -> None:
     assert FlashAttnBackend().unavailable() == (
         "importing flash_attn failed: OSError: undefined symbol"
     )
-    with attn_backend("flash"), pytest.raises(RuntimeError, match="undefined symbol$"):
+    with attn_backend("flash"), pytest.raises(RuntimeError, match=r"undefined symbol$"):
         attention(Q, K, K)
 
 
 @pytest.mark.parametrize("backend", [CudaBackend, FlashAttnBackend, TorchNativeBackend, None])
 def test_another_fwd_is_an_error(backend: Any) -> None:
     call: Any = attention if backend is None else backend().forward
-    with pytest.raises(ValueError, match="^fwd: expected 'decode', 'prefill' or None, got 'train'"):
+    with pytest.raises(
+        ValueError, match=r"^fwd: expected 'decode', 'prefill' or None, got 'train'"
+    ):
         call(Q, K, K, fwd="train")
 
 

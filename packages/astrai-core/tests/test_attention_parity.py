@@ -48,7 +48,7 @@ def operands(batch: int, q_len: int, kv_len: int, kv_heads: int = 2) -> tuple[Te
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    """Values are around 1: bf16 rounds P and the result by 2^-9, and torch's P too."""
+    """Values are around 1: bf16 rounds the result, and torch also P, by 2^-8."""
     tolerance = 2e-2 if found.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -238,4 +238,6 @@ def test_a_trace_holds_a_pass_over_a_cache() -> None:
     step = cache.begin_step(seqs, 3)
     compiled = torch.compile(attention, fullgraph=True, backend="eager")
     assert_close(compiled(q, k, v, step, 1, is_causal=True), exact(q, k, v, None, True))
-    assert torch.equal(cache.gather(1, seqs[1])[0], k[1])
+    # What the trace has computed of the step serves the next layer too.
+    assert torch.equal(step.gather(1)[0], k.flatten(0, 1))
+    assert_close(attention(q, k, v, step, 0, is_causal=True), exact(q, k, v, None, True))

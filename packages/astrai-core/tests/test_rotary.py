@@ -45,9 +45,9 @@ def test_pairs_are_turned(interleaved: bool, leading: tuple[int, ...], dtype: to
     y = apply_rotary_emb(x, cos_sin(angle), interleaved=interleaved)
     assert y.dtype == dtype and y.shape == x.shape
     expected = exact(x, angle, interleaved)
-    # fp32 keeps 2^-24 of each product; a bf16 result is off by one rounding, 2^-9, and no more.
+    # fp32 keeps 2^-24 of each product; a bf16 result is off by one rounding, 2^-8, and no more.
     error = (y.double() - expected).abs() - 1e-6 * x.double().abs().max()
-    rounding = 2**-9 if dtype == torch.bfloat16 else 0
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0
     assert (error <= rounding * expected.abs()).all()
 
 

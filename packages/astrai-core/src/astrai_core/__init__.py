@@ -2,6 +2,7 @@
 """Picks the fastest correct implementation of an op for each call, and says why.
 
 Kernels come from separately installed family wheels; without any, everything runs on torch.
+Attention has its own selection, of whole backends, and a paged KV cache.
 Importing this package reads no manifest and touches no device: that happens at the first call.
 """
 

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +17,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Step"]
 
+T = TypeVar("T")
+
 # Each table starts on 16 bytes, for kernels that read vectors.
 _ALIGN = 4
+
+
+class _lazy(Generic[T]):  # noqa: N801 (a decorator)
+    """`functools.cached_property` without the lock that it has before 3.12, for torch.compile."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self._name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, step: Any, _: type) -> T:
+        value = self._compute(step)
+        setattr(step, self._name, value)
+        return value
 
 
 class Step:
@@ -89,30 +104,30 @@ class Step:
         """Whether all sequences have equally many new tokens."""
         return self.total_q == self.max_q_len * len(self.seqs)
 
-    @functools.cached_property
+    @_lazy
     def batch_of(self) -> Tensor:
         """``[total_q]``, int64: the sequence of each new token."""
         batch = torch.arange(len(self.seqs), device=self.page_table.device)
         # With the size known on the host the device is not waited for.
         return batch.repeat_interleave(self.qo_indptr.diff(), output_size=self.total_q)
 
-    @functools.cached_property
+    @_lazy
     def query_of(self) -> Tensor:
         """``[total_q]``, int64: the position of each new token among those of its sequence."""
         row = torch.arange(self.total_q, device=self.page_table.device)
         return row - self.qo_indptr[self.batch_of]
 
-    @functools.cached_property
+    @_lazy
     def positions(self) -> Tensor:
         """``[total_q]``, int64: the position of each new token in its sequence."""
         return self.query_of + (self.seq_lens - self.qo_indptr.diff())[self.batch_of]
 
-    @functools.cached_property
+    @_lazy
     def _new_slots(self) -> tuple[Tensor, Tensor]:
         """Page, and offset in it, of each new token."""
         return self._slots(self.batch_of, self.positions)
 
-    @functools.cached_property
+    @_lazy
     def _flat_slots(self) -> tuple[Tensor, Tensor]:
         """Page and offset of every token, one sequence after the other."""
         total = sum(self.kv_lens)
@@ -121,7 +136,7 @@ class Step:
         position = torch.arange(total, device=batch.device) - self.kv_indptr[batch]
         return self._slots(batch, position)
 
-    @functools.cached_property
+    @_lazy
     def _padded_slots(self) -> tuple[Tensor, Tensor]:
         """Page and offset of every token, ``[B, max_kv_len]``; for padding, of the last one."""
         position = torch.arange(self.max_kv_len, device=self.page_table.device)
