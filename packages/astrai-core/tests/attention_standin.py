@@ -95,6 +95,7 @@ def attn_paged_prefill(
 def rotary_emb(x, cos, sin, *, interleaved):
     calls.append("rotary_emb")
     assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape[:-1] in (x.shape[1:2], x.shape[:2]) and sin.shape == cos.shape
     wide, angles = x.double(), (cos.double().unsqueeze(-2), sin.double().unsqueeze(-2))
     a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
     turned = a * angles[0] - b * angles[1], b * angles[0] + a * angles[1]

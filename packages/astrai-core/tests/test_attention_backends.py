@@ -352,6 +352,16 @@ def test_another_fwd_is_an_error(backend: Any) -> None:
         call(Q, K, K, fwd="train")
 
 
+def test_nothing_is_stored_for_queries_that_do_not_fit() -> None:
+    cache = PagedKVCache(1, 8, 4, 2, 64, device="cpu")
+    seq = cache.new_sequence()
+    step = cache.begin_step([seq], 3)
+    attention(Q[:1], K[:1], K[:1], step)
+    with pytest.raises(ValueError, match=r"^q: expected \[1, 3, heads, head_dim\]"):
+        attention(Q[:1, :2], 2 * K[:1], 2 * K[:1], step)
+    assert torch.equal(cache.gather(0, seq)[0], K[0])
+
+
 def a_step() -> Step:
     cache = PagedKVCache(1, 8, 4, 2, 64, device="cpu")
     return cache.begin_step([cache.new_sequence(), cache.new_sequence()], [3, 1])

@@ -123,6 +123,23 @@ def test_gradients_are_exact_and_finite_where_all_is_masked() -> None:
     assert torch.autograd.gradcheck(call, small)
 
 
+def test_rows_that_are_masked_everywhere_on_a_torch_that_has_nan_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def naive(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, **_: Any) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~attn_mask, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", naive)
+    leaves = [x.double().requires_grad_() for x in operands(2, 3, 2)]
+    mask = torch.tensor([[False, True], [True, True]])
+    y = attention(*leaves, attn_mask=mask, is_causal=True)
+    assert (y[0, :2] == 0).all() and (y[1, 0] == 0).all()
+    assert_close(y, exact(*leaves, mask[:, None].expand(2, 3, 2), True))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(y.sum(), leaves))
+
+
 def make(page_size: int, layout: Any, dtype: torch.dtype = torch.bfloat16) -> PagedKVCache:
     cache = PagedKVCache(2, 64, page_size, 2, DIM, dtype=dtype, device="cpu", layout=layout)
     for layer in range(2):
