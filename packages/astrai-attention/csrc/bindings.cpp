@@ -76,12 +76,10 @@ bool as_bool(const char* name, py::handle value) {
   return value.ptr() == Py_True;
 }
 
-py::object empty_like(const TensorView& x) {
+py::object empty_like(py::handle object, const TensorView& x) {
   const TorchExchange& torch = TorchExchange::get();
-  return x.rank() == 3
-             ? torch.empty({x.size(0), x.size(1), x.size(2)}, DType::kBFloat16, x.device())
-             : torch.empty({x.size(0), x.size(1), x.size(2), x.size(3)}, DType::kBFloat16,
-                           x.device());
+  return x.rank() == 3 ? torch.new_empty(object, {x.size(0), x.size(1), x.size(2)})
+                       : torch.new_empty(object, {x.size(0), x.size(1), x.size(2), x.size(3)});
 }
 
 py::object rotary_emb(py::handle x_, py::handle cos_, py::handle sin_, py::handle interleaved_,
@@ -105,18 +103,14 @@ py::object rotary_emb(py::handle x_, py::handle cos_, py::handle sin_, py::handl
     for (int i = 0; i < x.rank(); ++i) out->expect_size(i, x.size(i), "that of x");
     out->expect_aligned_rows().expect_distinct_elements();
   }
+  if (out) out->expect_same_or_disjoint(x).expect_disjoint(cos).expect_disjoint(sin);
+  torch.refuse_grad("rotary_emb", {{"x", x_}, {"cos", cos_}, {"sin", sin_}, {"out", out_}});
   x.expect_cuda();
   cos.expect_cuda().expect_same_device(x);
   sin.expect_cuda().expect_same_device(x);
-  if (out)
-    out->expect_cuda()
-        .expect_same_device(x)
-        .expect_same_or_disjoint(x)
-        .expect_disjoint(cos)
-        .expect_disjoint(sin);
-  torch.refuse_grad("rotary_emb", {{"x", x_}, {"cos", cos_}, {"sin", sin_}, {"out", out_}});
+  if (out) out->expect_cuda().expect_same_device(x);
 
-  const py::object result = out ? py::reinterpret_borrow<py::object>(out_) : empty_like(x);
+  const py::object result = out ? py::reinterpret_borrow<py::object>(out_) : empty_like(x_, x);
   if (x.numel() == 0) return result;
   if (!out) out.emplace(torch.view("out", result));
 
@@ -138,6 +132,7 @@ py::object rotary_emb(py::handle x_, py::handle cos_, py::handle sin_, py::handl
       {params.tokens, params.heads, params.head_dim, interleaved}, attention::device_info(device));
   astrai::DeviceGuard guard(device);
   attention::launch_rotary(params, plan, interleaved, torch.current_stream(x.device()));
+  if (!out_.is_none()) torch.mark_written(out_);
   return result;
 }
 

@@ -113,7 +113,7 @@ def forget() -> None:
 @pytest.fixture(autouse=True)
 def _clean(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No selection from outside; installed families are hidden, but for tests on a GPU."""
-    for variable in ("ASTRAI_GEMV", "ASTRAI_SWIGLU"):
+    for variable in ("ASTRAI_GEMV", "ASTRAI_SWIGLU", "ASTR_BACKEND"):
         monkeypatch.delenv(variable, raising=False)
     if request.node.get_closest_marker("gpu") is None:
         real = discovery._entries
@@ -172,3 +172,18 @@ def run_python() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+def install_attention(site: Site, **manifest: Any) -> Any:
+    """Installs a stand-in attention family and returns its native module."""
+    source = Path(__file__).with_name("attention_standin.py").read_text("utf-8")
+    ops = (
+        "attn_decode",
+        "attn_prefill",
+        "attn_paged_decode",
+        "attn_paged_prefill",
+        "rotary_emb",
+    )
+    options = {"OPS": dict.fromkeys(ops, ("bfloat16",)), **manifest}
+    package = site.add("attention", native={"_native.py": source}, **options)
+    return site.native_of(package)

@@ -85,5 +85,5 @@ def test_the_doctor_names_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_version_is_that_of_the_distribution() -> None:
     assert astrai_core.__version__ == importlib.metadata.version("astrai-core")
-    with pytest.raises(AttributeError, match="'astrai_core' has no attribute 'attention'"):
-        _ = astrai_core.attention
+    with pytest.raises(AttributeError, match="'astrai_core' has no attribute 'absent'"):
+        _ = astrai_core.absent

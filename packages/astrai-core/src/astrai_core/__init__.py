@@ -2,6 +2,7 @@
 """Picks the fastest correct implementation of an op for each call, and says why.
 
 Kernels come from separately installed family wheels; without any, everything runs on torch.
+Attention has its own selection, of whole backends, and a paged KV cache.
 Importing this package reads no manifest and touches no device: that happens at the first call.
 """
 
@@ -9,12 +10,35 @@ from __future__ import annotations
 
 from typing import Any
 
+from .attn import (
+    ATTN_BACKEND,
+    OutOfPagesError,
+    PagedKVCache,
+    apply_rotary_emb,
+    attention,
+    attn_backend,
+    get_backend,
+)
 from .discovery import families
 from .ops import linear, swiglu
 from .policy import use
 from .recording import explain
 
-__all__ = ["__version__", "explain", "families", "linear", "swiglu", "use"]
+__all__ = [
+    "ATTN_BACKEND",
+    "OutOfPagesError",
+    "PagedKVCache",
+    "__version__",
+    "apply_rotary_emb",
+    "attention",
+    "attn_backend",
+    "explain",
+    "families",
+    "get_backend",
+    "linear",
+    "swiglu",
+    "use",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,9 +24,9 @@ class Row:
     Attributes:
         op: name of the op in astrai_core.
         shapes: shapes of the tensors, as text.
-        dtype: dtype of x.
-        device: device of x.
-        chosen: the implementation that ran: ``torch`` or a family's name.
+        dtype: dtype of x or q.
+        device: device of x or q.
+        chosen: the implementation that ran: ``torch``, a family's name, or an attention backend's.
         passed_over: for each other implementation, why it was not chosen.
         calls: how many there were.
     """

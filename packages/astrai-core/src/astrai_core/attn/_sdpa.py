@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by `torch.nn.functional.scaled_dot_product_attention`, dense and over a step."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .step import Step
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Attention in blhd; a query that may attend to nothing gives zeros.
+
+    Args:
+        q: ``[B, L, heads, head_dim]``.
+        k: ``[B, S, kv_heads, head_dim]``.
+        v: like k.
+        mask: bool, of `attention`'s shapes, or broadcastable to ``[B, 1, L, S]``.
+        is_causal: the last query attends to all keys, the one before to all but the last.
+    """
+    q_len, kv_len = q.shape[1], k.shape[1]
+    mask = None if mask is None else as_4d(mask)
+    # A single query at the end attends to everything.
+    is_causal = is_causal and q_len > 1
+    if is_causal and (mask is not None or q_len != kv_len):
+        # torch would align it to the first key.
+        causal = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - q_len)
+        mask = causal[None, None] if mask is None else mask & causal
+        is_causal = False
+    nothing = None
+    if mask is not None:
+        # A softmax over nothing is NaN, in some of torch's kernels and in their gradients.
+        nothing = ~mask.any(-1, keepdim=True)
+        mask = mask | nothing
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=is_causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    if nothing is not None:
+        y = y.masked_fill(nothing, 0)
+    return y.transpose(1, 2).contiguous()
+
+
+def over_step(q: Tensor, step: Step, layer_id: int, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Attention of a step's queries over all cached tokens, those of this step included.
+
+    Sequences of other lengths than the longest are padded.
+
+    Args:
+        q: as `Step.packed` takes it.
+        step: the step, whose keys and values are written.
+        layer_id: the layer.
+        mask: for ``L = max_q_len`` and ``S = max_kv_len``, or None.
+        is_causal: as `dense` has it, for each sequence.
+    """
+    batch, q_len, kv_len = len(step.seqs), step.max_q_len, step.max_kv_len
+    k, v = step.gather_padded(layer_id)
+    packed = step.packed("q", q)
+    if step.uniform:
+        padded = packed.view(batch, q_len, *packed.shape[1:])
+    else:
+        rows = step.qo_indptr[:-1, None] + torch.arange(q_len, device=q.device)
+        padded = packed[rows.clamp(max=step.total_q - 1)]
+    if not step.uniform or min(step.kv_lens) != kv_len:
+        key = torch.arange(kv_len, device=q.device)
+        inside = (key < step.seq_lens[:, None])[:, None, None]
+        if is_causal:
+            first = step.seq_lens - step.qo_indptr.diff()
+            query = first[:, None] + torch.arange(q_len, device=q.device)
+            inside = inside & (key <= query[:, None, :, None])
+            is_causal = False
+        mask = inside if mask is None else as_4d(mask) & inside
+    y = dense(padded, k, v, mask, is_causal)
+    if not step.uniform:
+        y = y[step.batch_of, step.query_of]
+    return y.reshape(q.shape)
+
+
+def as_4d(mask: Tensor) -> Tensor:
+    """A mask of 2, 3 or 4 dimensions as ``[B, 1, L or 1, S]``."""
+    if mask.dim() == 2:
+        return mask[:, None, None]
+    return mask[:, None] if mask.dim() == 3 else mask

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selects the backend of a call of attention: context > ``ASTR_BACKEND`` > cuda > flash > torch."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import os
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from astrai_core import recording
+
+from .backends import (
+    AttentionBackend,
+    CudaBackend,
+    FlashAttnBackend,
+    Forward,
+    TorchNativeBackend,
+)
+from .step import Step
+
+__all__ = ["ATTN_BACKEND", "attention", "attn_backend", "get_backend"]
+
+VARIABLE = "ASTR_BACKEND"
+
+
+class ATTN_BACKEND(str, enum.Enum):  # noqa: N801 (as its counterpart in torch is written)
+    """The backends that come with this package, in the order of preference."""
+
+    CUDA = "cuda"
+    FLASH = "flash"
+    TORCH_NATIVE = "torch_native"
+
+
+Choice: TypeAlias = "ATTN_BACKEND | str | type[AttentionBackend] | AttentionBackend"
+
+_BACKENDS: dict[str, AttentionBackend] = {
+    backend.name: backend for backend in (CudaBackend(), FlashAttnBackend(), TorchNativeBackend())
+}
+
+_context: contextvars.ContextVar[AttentionBackend | None] = contextvars.ContextVar(
+    "astrai_attn_backend", default=None
+)
+
+
+@contextlib.contextmanager
+def attn_backend(backend: Choice) -> Iterator[AttentionBackend]:
+    """Demands a backend for `attention`, in this thread or task, until the end of the block.
+
+    The demand is strict: a call that the backend cannot serve raises RuntimeError with the reason.
+    Blocks nest; the inner wins.
+
+    Args:
+        backend: an `ATTN_BACKEND`, its value, or an `AttentionBackend` class or instance.
+
+    Yields:
+        The backend.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    chosen = _resolve(backend)
+    token = _context.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _context.reset(token)
+
+
+def get_backend() -> AttentionBackend:
+    """The backend in force here: of the context, the environment, or the first that can be used.
+
+    `attention` may choose another for a call that this one cannot serve, unless the context
+    demands it.
+
+    Raises:
+        ValueError: ``ASTR_BACKEND`` has another value than cuda, flash or torch_native.
+    """
+    demanded = _context.get()
+    if demanded is not None:
+        return demanded
+    return next(backend for backend in _order(_variable()) if backend.unavailable() is None)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Step | None = None,
+    layer_id: int = 0,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    fwd: Forward | None = None,
+) -> Tensor:
+    """Softmax attention with grouped heads, scaled by ``1 / sqrt(head_dim)``.
+
+    The backend is that of `attn_backend`, else the first of ``ASTR_BACKEND``, cuda, flash and
+    torch_native that can serve the call. `explain` says which and why.
+
+    With a cache, k and v are stored in the step's layer, and the queries attend over all tokens of
+    their sequences, which then include them.
+
+    Args:
+        q: ``[batch, q_len, heads, head_dim]``; with a cache, ``[B, L, heads, head_dim]`` where each
+            of the step's sequences has L new tokens, or ``[1, total_q, heads, head_dim]``: the
+            sequences one after the other.
+        k: ``[batch, kv_len, kv_heads, head_dim]``; with a cache, for the tokens of q. A key head
+            serves ``heads / kv_heads`` consecutive query heads.
+        v: like k.
+        kv_cache: what `PagedKVCache.begin_step` returned, or None.
+        layer_id: the layer of the cache.
+        attn_mask: bool, True where a query may attend: ``[batch, kv_len]``,
+            ``[batch, q_len, kv_len]`` or ``[batch, 1, q_len, kv_len]``; with a cache for the
+            longest q_len and kv_len of the step. A query that may attend to nothing gives zeros.
+        is_causal: a query attends to no key after its token; the last query is at the last key.
+        fwd: ``decode`` (one query a sequence), ``prefill``, or None: a training call, or with a
+            cache what the step is.
+
+    Returns:
+        Of q's shape, contiguous.
+
+    Raises:
+        RuntimeError: `attn_backend` demands a backend that cannot serve the call; the step is
+            outdated.
+        ValueError: operands that do not fit, another `fwd`, another value of ``ASTR_BACKEND``.
+        IndexError: the cache has no such layer.
+    """
+    _check(q, k, v, kv_cache, layer_id, attn_mask, fwd)
+    call = (q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd)
+    if torch.compiler.is_compiling():
+        # It needs torch._dynamo, whose import takes a second.
+        from . import _traced
+
+        return _traced.attention(call)
+    return _select(call).forward(*call)
+
+
+def _select(call: tuple[Any, ...]) -> AttentionBackend:
+    """The backend for a call, recorded for `explain`."""
+    demanded = _context.get()
+    passed_over: dict[str, str] = {}
+    if demanded is not None:
+        reason = demanded.why_not(*call)
+        if reason is not None:
+            raise RuntimeError(
+                f"attention: {demanded.name} is demanded by attn_backend(): {reason}"
+            )
+        chosen, why = demanded, f"attn_backend() demands {demanded.name}"
+    else:
+        variable = _variable()
+        for backend in _order(variable):
+            reason = backend.why_not(*call)
+            if reason is None:
+                break
+            passed_over[backend.name] = reason
+        chosen = backend  # torch_native, the last one, serves every call
+        why = f"{VARIABLE}={variable}" if chosen.name == variable else f"{chosen.name} comes first"
+    if reports := recording.active():
+        others = {n: why for n in _BACKENDS if n not in passed_over and n != chosen.name}
+        _record(reports, call, chosen.name, passed_over | others)
+    return chosen
+
+
+def _record(
+    reports: tuple[recording.Report, ...],
+    call: tuple[Any, ...],
+    chosen: str,
+    passed_over: dict[str, str],
+) -> None:
+    q, k, _, step, _, mask, is_causal, fwd = call
+    words = [f"q {recording.shape_of(q)} k, v {recording.shape_of(k)}"]
+    # Not how much is cached: each decoded token would have a row of its own.
+    words += ["cache"] * (step is not None) + ["mask"] * (mask is not None)
+    words += ["causal"] * is_causal + [fwd] * (fwd is not None)
+    dtype = str(q.dtype).removeprefix("torch.")
+    recording.record(
+        reports, "attention", " ".join(words), dtype, str(q.device), chosen, passed_over
+    )
+
+
+def demanded_name() -> str:
+    """Name of the backend that the context demands, empty without one."""
+    demanded = _context.get()
+    return "" if demanded is None else demanded.name
+
+
+def _resolve(backend: Any) -> AttentionBackend:
+    if isinstance(backend, AttentionBackend):
+        return backend
+    if isinstance(backend, type) and issubclass(backend, AttentionBackend):
+        return backend()
+    if isinstance(backend, str) and backend in _BACKENDS:
+        return _BACKENDS[backend]
+    raise ValueError(
+        f"attn_backend: expected {', '.join(_BACKENDS)}, or an AttentionBackend class or instance, "
+        f"got {backend!r}"
+    )
+
+
+def _variable() -> str | None:
+    value = os.environ.get(VARIABLE)
+    if value is not None and value not in _BACKENDS:
+        raise ValueError(f"{VARIABLE}: expected {', '.join(_BACKENDS)}, got {value!r}")
+    return value
+
+
+def _order(first: str | None) -> list[AttentionBackend]:
+    return sorted(_BACKENDS.values(), key=lambda backend: backend.name != first)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step | None,
+    layer_id: int,
+    mask: Tensor | None,
+    fwd: str | None,
+) -> None:
+    AttentionBackend._check_fwd(fwd)  # noqa: SLF001
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected [batch, length, heads, head_dim], got {[*x.shape]}")
+    if k.shape != v.shape:
+        raise ValueError(f"v: expected k's shape {[*k.shape]}, got {[*v.shape]}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k: expected head_dim {q.shape[-1]} as q has it, got {k.shape[-1]}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"k: expected a divisor of q's {q.shape[2]} heads, got {k.shape[2]}")
+    if step is not None:
+        step.check(layer_id, k, v)
+        step.packed("q", q)
+        batch, q_len, kv_len = len(step.seqs), step.max_q_len, step.max_kv_len
+    elif q.shape[0] != k.shape[0]:
+        raise ValueError(f"k: expected batch {q.shape[0]} as q has it, got {k.shape[0]}")
+    else:
+        batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+    if fwd == "decode" and q_len != 1:
+        raise ValueError(f"fwd: 'decode' is for one query a sequence, got {q_len}")
+    if mask is not None:
+        shapes = [(batch, kv_len), (batch, q_len, kv_len), (batch, 1, q_len, kv_len)]
+        if mask.dtype is not torch.bool or tuple(mask.shape) not in shapes:
+            expected = ", ".join(str([*shape]) for shape in shapes)
+            raise ValueError(
+                f"attn_mask: expected bool of shape {expected}, got {mask.dtype} {[*mask.shape]}"
+            )
