@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only file that sees Python: checks arguments, allocates the output, plans, launches.
-#include <pybind11/pybind11.h>
-
 #include <limits>
 #include <optional>
 
-#include "astrai/host/bind_device.h"
 #include "astrai/host/torch_exchange.h"
+#include "bindings/bindings.h"
 #include "family.h"
 #include "rotary/rotary.h"
 
@@ -151,11 +148,7 @@ py::dict plan_rotary(int64_t tokens, int heads, int head_dim, bool interleaved,
 
 }  // namespace
 
-PYBIND11_MODULE(_attention, m) {
-  astrai::register_errors();
-  astrai::bind_device_info(m);
-  m.def(
-      "device_info", [](int device) { return attention::device_info(device); }, py::arg("device"));
+void bind_rotary(py::module_& m) {
   m.def("plan_rotary", &plan_rotary, py::kw_only(), py::arg("tokens"), py::arg("heads"),
         py::arg("head_dim"), py::arg("interleaved"), py::arg("device"));
   m.def("rotary_emb", &rotary_emb, py::arg("x"), py::arg("cos"), py::arg("sin"),

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where K and V of a logical position lie: the policy that lets one attention body serve contiguous and
+// paged caches. A source knows lengths and addresses; which queries a CTA takes is not its business.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace astrai::attention {
+
+// Strides are in elements; head_dim has stride 1 and rows start on 16 bytes. K and V share strides.
+struct ContigKv {
+  const __nv_bfloat16* k;  // [batch, length, kv_heads, head_dim]
+  const __nv_bfloat16* v;
+  int64_t batch_stride, token_stride, head_stride;
+  int length;
+
+#if defined(__CUDACC__)
+  __device__ __forceinline__ int kv_len(int) const { return length; }
+
+  // Element offset of a position's row, for both k and v.
+  __device__ __forceinline__ int64_t row(int batch, int head, int position) const {
+    return batch * batch_stride + position * token_stride + head * head_stride;
+  }
+#endif
+};
+
+// Page ids past a sequence's last page are never read: they may be anything.
+struct PagedKv {
+  const __nv_bfloat16*
+      k;  // pool: [pages, page_size, kv_heads, head_dim] in any order of the middle two
+  const __nv_bfloat16* v;
+  int64_t page_stride, token_stride, head_stride;
+  const int* page_table;  // [batch, table_stride]
+  int64_t table_stride;
+  const int* lengths;  // [batch], or [batch + 1] running sums where `ragged`
+  bool ragged;
+  int page_shift;  // log2 of page_size
+
+#if defined(__CUDACC__)
+  __device__ __forceinline__ int kv_len(int batch) const {
+    return ragged ? lengths[batch + 1] - lengths[batch] : lengths[batch];
+  }
+
+  __device__ __forceinline__ int64_t row(int batch, int head, int position) const {
+    const int page = page_table[batch * table_stride + (position >> page_shift)];
+    return page * page_stride + (position & ((1 << page_shift) - 1)) * token_stride +
+           head * head_stride;
+  }
+#endif
+};
+
+}  // namespace astrai::attention

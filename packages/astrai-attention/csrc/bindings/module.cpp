@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "astrai/host/bind_device.h"
+#include "astrai/host/torch_exchange.h"
+#include "bindings/bindings.h"
+#include "family.h"
+
+PYBIND11_MODULE(_attention, m) {
+  astrai::register_errors();
+  astrai::bind_device_info(m);
+  m.def(
+      "device_info", [](int device) { return astrai::attention::device_info(device); },
+      pybind11::arg("device"));
+  bind_rotary(m);
+}
