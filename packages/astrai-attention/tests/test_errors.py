@@ -263,5 +263,5 @@ def test_functorch_tensors_are_refused(transformed: Callable[[], object]) -> Non
 def test_parameters_pass_the_checks_up_to_the_device(name: str) -> None:
     arguments: dict[str, Any] = {"x": X, "cos": T, "sin": T}
     arguments[name] = torch.nn.Parameter(arguments[name])
-    with pytest.raises(ValueError, match="x: expected a CUDA tensor"):
+    with torch.no_grad(), pytest.raises(ValueError, match="x: expected a CUDA tensor"):
         rotary_emb(**arguments, interleaved=True)

@@ -139,7 +139,7 @@ def test_out_may_not_partly_overlap() -> None:
     with pytest.raises(ValueError, match="memory partly shared with x"):
         rotary_emb(x, cos, sin, interleaved=True, out=transposed)
     both = torch.zeros(192, device="cuda")
-    with pytest.raises(ValueError, match=r"out: expected memory of its own, .* with sin"):
+    with pytest.raises(ValueError, match=r"out: expected memory of its own, .* of sin"):
         rotary_emb(
             x, cos, both[:64].view(4, 16), interleaved=True, out=both.view(BF16)[:256].view_as(x)
         )

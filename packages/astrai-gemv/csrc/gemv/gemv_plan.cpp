@@ -27,7 +27,10 @@ GemvPlan plan_gemv(const GemvProblem& p, const DeviceInfo& device) {
   const int windows = (chunks + kWindow - 1) / kWindow;
   plan.window = (chunks + windows - 1) / windows;
   plan.grid = std::min(device.sm_count, p.n);
-  plan.smem_bytes = smem_bytes(device.image_arch, plan.source, plan.resident);
+  // The same number of CTAs for each class of rows.
+  if (plan.source == RowSource::kUnaligned)
+    plan.grid = plan.grid > kClasses ? plan.grid - plan.grid % kClasses : std::min(kClasses, p.n);
+  plan.smem_bytes = smem_bytes(device.image_arch, plan.resident);
   plan.programmatic = device.image_arch >= 90;
   if (plan.smem_bytes > device.smem_per_block)
     throw std::runtime_error(concat("the kernel needs ", plan.smem_bytes,

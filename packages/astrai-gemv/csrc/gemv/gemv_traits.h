@@ -2,8 +2,6 @@
 // Tile constants of the small-M linear kernels, shared by plan and kernel.
 #pragma once
 
-#include <initializer_list>
-
 namespace astrai::gemv {
 
 // How the kernel reads weight rows; see gemv_kernel.cuh.
@@ -18,16 +16,12 @@ constexpr int kWindow = 4;     // chunks of x that a lane keeps in registers
 constexpr int kSlotK = 64;     // elements of K per ring slot: one 128-byte line of each row
 constexpr int kSlotBytes = kTileRows * kSlotK * 2;
 constexpr int kTileFloats = kTileRows * kMaxTokens;
+constexpr int kClasses = 8;  // kUnaligned: rows apart by a multiple of this start alike
 
 // K up to which the registers of a CTA hold all of x.
 constexpr int kResidentK = kWindow * kWarps * kChunk;
 
 static_assert(kChunk == 2 * kSlotK, "a chunk is two ring slots");
-
-// An unaligned row needs 16 bytes past the line.
-constexpr int slot_bytes(RowSource source) {
-  return kSlotBytes + (source == RowSource::kUnaligned ? kTileRows * 16 : 0);
-}
 
 // Tiles between two reductions across the warps. Where x does not stay in registers it is loaded once
 // per block: M / 64 or M / 128 of the weight traffic.
@@ -37,22 +31,19 @@ constexpr int block_tiles(bool resident) { return resident ? 4 : 8; }
 // what the next kernel can prefetch while this one drains, for which two CTAs must fit on an SM:
 // 228 KB on sm_90 and sm_100. Other parts have 100 KB (sm_86, sm_89, sm_120), and compute_80 PTX may
 // run on any of them.
-constexpr int stages_for(int image_arch, RowSource source, bool resident) {
-  if (image_arch < 90 || image_arch >= 120)
-    return source == RowSource::kUnaligned && !resident ? 3 : 4;
-  return 6 - (source == RowSource::kUnaligned ? 1 : 0) - (resident ? 0 : 1);
+constexpr int stages_for(int image_arch, bool resident) {
+  if (image_arch < 90 || image_arch >= 120) return 4;
+  return resident ? 6 : 5;
 }
 
-constexpr int smem_bytes(int image_arch, RowSource source, bool resident) {
-  return kWarps * (stages_for(image_arch, source, resident) * slot_bytes(source) +
-                   4 * block_tiles(resident) * kTileFloats);
+constexpr int smem_bytes(int image_arch, bool resident) {
+  return kWarps *
+         (stages_for(image_arch, resident) * kSlotBytes + 4 * block_tiles(resident) * kTileFloats);
 }
 
 constexpr bool fits(int image_arch, int ctas, int smem_per_sm) {
-  for (RowSource source : {RowSource::kAligned, RowSource::kUnaligned})
-    for (bool resident : {true, false})
-      if (ctas * (smem_bytes(image_arch, source, resident) + 1024) > smem_per_sm) return false;
-  return true;
+  return ctas * (smem_bytes(image_arch, true) + 1024) <= smem_per_sm &&
+         ctas * (smem_bytes(image_arch, false) + 1024) <= smem_per_sm;
 }
 
 static_assert(fits(90, 2, 228 * 1024), "the next kernel must fit beside this one");
