@@ -19,8 +19,10 @@ struct ContigKv {
 #if defined(__CUDACC__)
   __device__ __forceinline__ int kv_len(int) const { return length; }
 
+  __device__ __forceinline__ int page(int, int) const { return 0; }
+
   // Element offset of a position's row, for both k and v.
-  __device__ __forceinline__ int64_t row(int batch, int head, int position) const {
+  __device__ __forceinline__ int64_t row(int batch, int head, int /*page*/, int position) const {
     return batch * batch_stride + position * token_stride + head * head_stride;
   }
 #endif
@@ -43,8 +45,12 @@ struct PagedKv {
     return ragged ? lengths[batch + 1] - lengths[batch] : lengths[batch];
   }
 
-  __device__ __forceinline__ int64_t row(int batch, int head, int position) const {
-    const int page = page_table[batch * table_stride + (position >> page_shift)];
+  // The page of a position, for `row`: its id takes a read, which callers do ahead.
+  __device__ __forceinline__ int page(int batch, int position) const {
+    return page_table[batch * table_stride + (position >> page_shift)];
+  }
+
+  __device__ __forceinline__ int64_t row(int, int head, int page, int position) const {
     return page * page_stride + (position & ((1 << page_shift) - 1)) * token_stride +
            head * head_stride;
   }

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_attention, m) {
       "device_info", [](int device) { return astrai::attention::device_info(device); },
       pybind11::arg("device"));
   bind_rotary(m);
+  bind_decode(m);
 }

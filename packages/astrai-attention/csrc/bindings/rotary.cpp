@@ -15,7 +15,6 @@ using astrai::concat;
 using astrai::DType;
 using astrai::TensorView;
 using astrai::TorchExchange;
-using astrai::TypeError;
 using astrai::ValueError;
 namespace attention = astrai::attention;
 
@@ -64,13 +63,6 @@ void check_angles(const TensorView& table, const Heads& x) {
       .expect_size(-2, x.seq, x.packed ? "tokens of x" : "seq of x");
   if (table.rank() == 3) table.expect_size(0, x.batch, "batch of x");
   table.expect_aligned_rows();
-}
-
-// Any object has a truth value; the wrong pairing would be a silent error.
-bool as_bool(const char* name, py::handle value) {
-  if (!PyBool_Check(value.ptr()))
-    throw TypeError(concat(name, ": expected a bool, got ", Py_TYPE(value.ptr())->tp_name));
-  return value.ptr() == Py_True;
 }
 
 py::object empty_like(py::handle object, const TensorView& x) {

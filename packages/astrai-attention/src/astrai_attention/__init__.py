@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bf16 kernels around attention for LLM inference: rotary embedding.
+"""bf16 kernels around attention for LLM inference: decode attention, rotary embedding.
 
 Every op runs its kernel or raises. The ops are resolved on first use: a policy package imports this
 package to read its manifest, and must not load native code by that.
@@ -11,11 +11,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .decode import attn_decode, attn_paged_decode
     from .rotary import rotary_emb
 
-__all__ = ["rotary_emb"]
+__all__ = ["attn_decode", "attn_paged_decode", "rotary_emb"]
 
-_MODULES = {"rotary_emb": "rotary"}
+_MODULES = {
+    "attn_decode": "decode",
+    "attn_paged_decode": "decode",
+    "rotary_emb": "rotary",
+}
 
 
 def __getattr__(name: str) -> Any:

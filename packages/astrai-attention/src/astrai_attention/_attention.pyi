@@ -1,3 +1,5 @@
+from typing import Any
+
 from torch import Tensor
 
 class DeviceInfo:
@@ -28,3 +30,34 @@ def plan_rotary(
 def rotary_emb(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None
 ) -> Tensor: ...
+def plan_decode(
+    *,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    max_length: int,
+    device: DeviceInfo,
+) -> dict[str, int | bool]: ...
+def attn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Any: ...
+def attn_paged_decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    page_size: int,
+    new_k: Tensor | None,
+    new_v: Tensor | None,
+    scale: float | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Any: ...

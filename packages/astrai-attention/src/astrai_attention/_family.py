@@ -15,5 +15,7 @@ CONTRACT = 1
 PACKAGE = "astrai_attention"
 NATIVE = "astrai_attention._attention"
 OPS: dict[str, tuple[str, ...]] = {
+    "attn_decode": ("bfloat16",),
+    "attn_paged_decode": ("bfloat16",),
     "rotary_emb": ("bfloat16",),
 }

@@ -12,6 +12,7 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   int smem_bytes = 0;
+  int cluster = 1;  // CTAs along x that form a cluster; above 1: sm_90 and newer
   // The kernel must then execute griddepcontrol.wait on every path before it reads or writes what
   // another kernel touches.
   bool programmatic = false;
@@ -25,12 +26,19 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t st
   config.blockDim = shape.block;
   config.dynamicSmemBytes = static_cast<size_t>(shape.smem_bytes);
   config.stream = stream;
-  cudaLaunchAttribute attributes[1];
+  cudaLaunchAttribute attributes[2];
   config.attrs = attributes;
   if (shape.programmatic) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
   }
   check_cuda(cudaLaunchKernelEx(&config, kernel, Params(args)...), what);
 }

@@ -14,14 +14,15 @@
 
 namespace astrai {
 
-enum class DType { kBFloat16, kFloat32 };
+enum class DType { kBFloat16, kFloat32, kInt32, kBool };
 
 inline DLDataType dl_dtype(DType dtype) {
-  return dtype == DType::kBFloat16 ? DLDataType{kDLBfloat, 16, 1} : DLDataType{kDLFloat, 32, 1};
-}
-
-inline const char* dtype_name(DType dtype) {
-  return dtype == DType::kBFloat16 ? "bfloat16" : "float32";
+  switch (dtype) {
+    case DType::kBFloat16: return {kDLBfloat, 16, 1};
+    case DType::kFloat32: return {kDLFloat, 32, 1};
+    case DType::kInt32: return {kDLInt, 32, 1};
+    default: return {kDLBool, 8, 1};
+  }
 }
 
 inline std::string dtype_name(DLDataType dtype) {
@@ -81,7 +82,7 @@ class TensorView {
     const DLDataType want = dl_dtype(dtype);
     if (tensor_.dtype.code != want.code || tensor_.dtype.bits != want.bits ||
         tensor_.dtype.lanes != want.lanes)
-      throw TypeError(concat(name_, ": expected dtype ", dtype_name(dtype), ", got ",
+      throw TypeError(concat(name_, ": expected dtype ", dtype_name(want), ", got ",
                              dtype_name(tensor_.dtype)));
     return *this;
   }

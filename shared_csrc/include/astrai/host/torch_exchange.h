@@ -71,6 +71,18 @@ class TorchExchange {
     return py::reinterpret_steal<py::object>(made);
   }
 
+  // The same in fp32.
+  py::object new_empty_fp32(py::handle like, std::initializer_list<int64_t> shape) const {
+    py::tuple sizes(shape.size());
+    size_t index = 0;
+    for (const int64_t size : shape) sizes[index++] = size;
+    PyObject* const arguments[] = {like.ptr(), sizes.ptr(), fp32_.ptr()};
+    PyObject* const made =
+        PyObject_VectorcallMethod(new_empty_.ptr(), arguments, 2, dtype_keyword_.ptr());
+    if (made == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
+  }
+
   // Tells autograd that a tensor was written: a backward that needs what it held before then raises.
   void mark_written(py::handle tensor) const { increment_version_(tensor); }
 
@@ -100,6 +112,8 @@ class TorchExchange {
         py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr());
     requires_grad_ = py::str("requires_grad").release();
     new_empty_ = py::str("new_empty").release();
+    fp32_ = py::object(py::module_::import("torch").attr("float32")).release();
+    dtype_keyword_ = py::make_tuple("dtype").release();
     is_grad_enabled_ = py::object(py::module_::import("torch").attr("is_grad_enabled")).release();
     increment_version_ =
         py::object(py::module_::import("torch.autograd.graph").attr("increment_version")).release();
@@ -131,6 +145,8 @@ class TorchExchange {
   py::handle dispatch_;
   py::handle requires_grad_;
   py::handle new_empty_;
+  py::handle fp32_;
+  py::handle dtype_keyword_;
   py::handle is_grad_enabled_;
   py::handle increment_version_;
 };

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+
+#include "astrai/host/launch.h"
+#include "attention/decode_kernel.cuh"
+
+namespace astrai::attention {
+
+namespace {
+
+template <int kHeadDim, int kWarps, class Kv>
+void launch_instance(const DecodeParams<Kv>& params, const DecodePlan& plan, int device,
+                     cudaStream_t stream) {
+  auto* kernel = decode_kernel<kHeadDim, kWarps, Kv>;
+  // The opt-ins are per kernel and device, and cost a microsecond: once is enough.
+  static std::atomic<bool> opted_in[kMaxDevices];
+  if (!opted_in[device].load(std::memory_order_acquire)) {
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes),
+        "attn_decode");
+    opted_in[device].store(true, std::memory_order_release);
+  }
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(plan.grid));
+  shape.block = dim3(32 * kWarps);
+  shape.smem_bytes = plan.smem_bytes;
+  shape.cluster = plan.parts;
+  shape.programmatic = plan.programmatic;
+  launch(kernel, shape, stream, "attn_decode", params);
+  if (plan.splits == 1) return;
+  shape.grid = dim3(static_cast<unsigned>(plan.grid / plan.splits / plan.head_groups) *
+                    static_cast<unsigned>(params.group));
+  shape.block = dim3(kMergeThreads);
+  shape.smem_bytes = 0;
+  launch(merge_kernel<kHeadDim, Kv>, shape, stream, "attn_decode", params);
+}
+
+// The numbers of warps that a plan may ask for.
+template <int kHeadDim, class Kv>
+void launch_warps(const DecodeParams<Kv>& params, const DecodePlan& plan, int device,
+                  cudaStream_t stream) {
+  if constexpr (kHeadDim == 256) {
+    if (plan.warps == 2) return launch_instance<256, 2>(params, plan, device, stream);
+  } else {
+    if (plan.warps == 8) return launch_instance<kHeadDim, 8>(params, plan, device, stream);
+  }
+  launch_instance<kHeadDim, 4>(params, plan, device, stream);
+}
+
+template <class Kv>
+void launch_head_dim(const DecodeParams<Kv>& params, const DecodePlan& plan, int head_dim,
+                     int device, cudaStream_t stream) {
+  switch (head_dim) {
+    case 32: return launch_warps<32>(params, plan, device, stream);
+    case 64: return launch_warps<64>(params, plan, device, stream);
+    case 128: return launch_warps<128>(params, plan, device, stream);
+    default: return launch_warps<256>(params, plan, device, stream);
+  }
+}
+
+}  // namespace
+
+void launch_decode(const DecodeParams<ContigKv>& params, const DecodePlan& plan, int head_dim,
+                   int device, cudaStream_t stream) {
+  launch_head_dim(params, plan, head_dim, device, stream);
+}
+
+void launch_decode(const DecodeParams<PagedKv>& params, const DecodePlan& plan, int head_dim,
+                   int device, cudaStream_t stream) {
+  launch_head_dim(params, plan, head_dim, device, stream);
+}
+
+}  // namespace astrai::attention

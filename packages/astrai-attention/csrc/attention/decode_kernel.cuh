@@ -1,0 +1,504 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode attention: one query token of each sequence, out = softmax(scale * q K^T) V for every query head.
+//
+// Algorithm. Tokens are the rows of both products, query heads of one KV head their 8 columns:
+// S^T[token, head] = K Q^T, then O^T[d, head] += V^T P^T with mma.m16n8k16; the transposed probabilities
+// cross lanes by movmatrix. A warp takes 16 tokens a step with an online softmax of its own. Warps and
+// CTAs keep (maximum, sum, accumulator) apart until all tokens are read; they are merged in a fixed order.
+//
+// Grid. A unit is one KV head of one sequence with up to 8 of its query heads. A cluster of `parts` CTAs, or
+// `splits` CTAs, share a unit; their warps take tiles of 16 tokens in turn, up to the length that the
+// device finds. In a cluster each CTA sends every other one the sums of the outputs that are that one's to
+// finish, by stores that count on a barrier of the receiver. Splits leave their sums in a workspace, and merge_kernel, launched
+// behind as a dependent, adds them. Neither has counters or atomics; the order is fixed.
+//
+// Shared memory. Each warp has a ring of K and V tiles filled by cp.async: no CTA barrier in the main
+// loop. head_dim 128 on sm_90: 4 or 8 warps x 3 stages x 8 KB + 5 KB of inbox; see decode_plan.h.
+//
+// Masked and absent tokens. Rows at or past the length are zero-filled, not read, and score -inf. A row
+// without any token gives 0 and lse -inf.
+//
+// Dependent launch. Every read follows griddepcontrol.wait: q, the lengths and the newest K and V come
+// from the kernels before.
+//
+// Floor. The bytes of K and V at the read bandwidth, plus 3 us: wait, length, (page id,) first tile,
+// merge.
+#pragma once
+
+#include "astrai/device/async_copy.cuh"
+#include "astrai/device/mma.cuh"
+#include "astrai/device/pdl.cuh"
+#include "attention/cluster.cuh"
+#include "attention/decode_params.h"
+#include "attention/tile_ops.cuh"
+
+namespace astrai::attention {
+
+#if defined(__CUDA_ARCH__)
+constexpr int kDecodeArch = __CUDA_ARCH__ / 10;
+#else
+constexpr int kDecodeArch = 80;
+#endif
+
+constexpr int kMergeThreads = 128;
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+// 8x8 matrix of bf16, transposed across the lanes of a warp.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t rows) {
+  uint32_t columns;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
+  return columns;
+}
+
+// Fills a warp's ring with the tiles `first`, `first` + `step`, ...
+template <int kHeadDim, int kWarps, class Kv>
+struct TileLoader {
+  static constexpr bool kPaged = sizeof(Kv) == sizeof(PagedKv);
+  static constexpr int kStages = decode_stages(kDecodeArch, kHeadDim);
+  static constexpr int kStageBytes = decode_stage_bytes(kHeadDim);
+  static constexpr int kRowBytes = 2 * kHeadDim;
+  static constexpr int kPieces = kRowBytes / 16;
+  static constexpr int kRows = 32 / kPieces;  // of a warp's copy
+  static constexpr int kTile = decode_tile(kHeadDim);
+  static constexpr int kCopies = kTile / kRows;
+
+  const DecodeParams<Kv>& p;
+  const int batch, head, length, step, lane;
+  const uint32_t ring;  // this lane's place in slot 0
+  const uint64_t policy;
+  int tile, slot;
+  // Pages of the next two tiles: an id takes longer to come than a tile. Of the tile's first token where
+  // the tile lies in one page, else of token lane % 16.
+  int page, later_page;
+
+  __device__ __forceinline__ TileLoader(const DecodeParams<Kv>& p, int batch, int head, int length,
+                                        int first, int step, int lane, uint32_t warp_ring)
+      : p(p),
+        batch(batch),
+        head(head),
+        length(length),
+        step(step),
+        lane(lane),
+        ring(warp_ring + tile_offset<kRowBytes>(lane / kPieces, lane % kPieces)),
+        policy(evict_first_policy()),
+        tile(first),
+        slot(0),
+        page(page_of(first)),
+        later_page(page_of(first + step)) {}
+
+  __device__ __forceinline__ bool in_one_page() const {
+    if constexpr (kPaged) return 1 << p.kv.page_shift >= kTile;
+    return true;
+  }
+  __device__ __forceinline__ int position_of(int tile) const {
+    return tile * kTile + (in_one_page() ? 0 : lane % kTile);
+  }
+  __device__ __forceinline__ int page_of(int tile) const {
+    const int position = position_of(tile);
+    return position < length ? p.kv.page(batch, position) : 0;
+  }
+
+  __device__ __forceinline__ void issue() {
+    const int left = length - tile * kTile;
+    if (left > 0) {
+      const bool even = in_one_page();
+      const int piece = lane % kPieces * 8;
+      int64_t row = p.kv.row(batch, head, page, position_of(tile));
+      if (even) row += lane / kPieces * p.kv.token_stride + piece;
+      const bool fresh = kPaged && p.fresh.k != nullptr && left <= kTile;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int token = i * kRows + lane / kPieces;
+        int64_t from = row + i * kRows * p.kv.token_stride;
+        if (!even) from = __shfl_sync(0xffffffffu, row, token) + piece;
+        const __nv_bfloat16* k = p.kv.k + from;
+        const __nv_bfloat16* v = p.kv.v + from;
+        if (fresh && token == left - 1) {
+          k = p.fresh.k + batch * p.fresh.k_stride.batch + head * p.fresh.k_stride.head + piece;
+          v = p.fresh.v + batch * p.fresh.v_stride.batch + head * p.fresh.v_stride.head + piece;
+        }
+        const int bytes = token < left ? 16 : 0;
+        // Keys of rows i * kRows and lane / kPieces have no bit in common.
+        const uint32_t key = swizzle_key<kRowBytes>(i * kRows);
+        const uint32_t at = ((ring + slot * kStageBytes) ^ (key << 4)) + i * kRows * kRowBytes;
+        cp_async_16(at, k, bytes, policy);
+        cp_async_16(at + kStageBytes / 2, v, bytes, policy);
+      }
+      tile += step;
+      slot = slot + 1 == kStages ? 0 : slot + 1;
+      page = later_page;
+      later_page = page_of(tile + step);
+    }
+    // Empty groups keep the count of pending groups equal to the distance from the MMAs.
+    cp_async_commit();
+  }
+};
+
+// The sums of one warp: columns 2t and 2t + 1 of lane t are two query heads.
+template <int kHeadDim>
+struct WarpState {
+  static constexpr int kBlocks = decode_tile(kHeadDim) / 16;
+
+  float o[kHeadDim / 16][4] = {};
+  float maximum[2] = {kMinusInfinity, kMinusInfinity};  // of the scores in log2, over all lanes
+  float sum[2] = {0.0f, 0.0f};                          // of this lane's tokens
+
+  // Adds a step: scores in, V of the tile at `v`.
+  __device__ __forceinline__ void add(float (&s)[kBlocks][4], uint32_t v, int lane) {
+    constexpr int kRowBytes = 2 * kHeadDim;
+    float scale[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float most = maximum[h];
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) most = fmaxf(most, fmaxf(s[b][h], s[b][h + 2]));
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2)
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
+      // Of a row that is masked so far every exponential is 0, not that of a NaN.
+      const float base = most == kMinusInfinity ? 0.0f : most;
+      scale[h] = exp2_fast(maximum[h] - base);
+      maximum[h] = most;
+      sum[h] *= scale[h];
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        s[b][h] = exp2_fast(s[b][h] - base);
+        s[b][h + 2] = exp2_fast(s[b][h + 2] - base);
+        sum[h] += s[b][h] + s[b][h + 2];
+      }
+    }
+    if (__any_sync(0xffffffffu, scale[0] != 1.0f || scale[1] != 1.0f)) {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 16; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[j][i] *= scale[i % 2];
+    }
+    const uint32_t token = lane % 8 + lane / 16 * 8;
+    const uint32_t base = v + tile_offset<kRowBytes>(token, lane / 8 % 2);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const uint32_t p0 = transpose_8x8(pack_bf16(s[b][0], s[b][1]));
+      const uint32_t p1 = transpose_8x8(pack_bf16(s[b][2], s[b][3]));
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 16; ++j) {
+        uint32_t a[4];
+        ldmatrix_x4_trans(a, pieces_on(base, 2 * j) + b * 16 * kRowBytes);
+        mma_m16n8k16_bf16(o[j], a[0], a[1], a[2], a[3], p0, p1);
+      }
+    }
+  }
+};
+
+// Sums of a CTA's warps, and of a cluster's CTAs, in order of their ranks.
+template <int kHeadDim, int kWarps>
+struct Merge {
+  static constexpr int kPitch = kHeadDim + 4;  // lanes t apart then lie in different banks
+  static constexpr int kRingBytes = decode_ring_bytes(kDecodeArch, kHeadDim, kWarps);
+  static constexpr int kBarrierAt = decode_smem_bytes(kDecodeArch, kHeadDim, kWarps) - 16;
+  static constexpr int kStatsAt = kBarrierAt - kDecodeMaxParts * kDecodeHeads * 8;
+
+  float* sums;       // [warps][kDecodeHeads][kPitch]
+  float2* stats;     // [warps][kDecodeHeads]: maximum, sum
+  float* inbox;      // [parts][share]
+  float2* in_stats;  // [parts][kDecodeHeads]
+  uint32_t barrier;  // counts what arrives in both
+
+  __device__ __forceinline__ explicit Merge(char* smem)
+      : sums(reinterpret_cast<float*>(smem)),
+        stats(reinterpret_cast<float2*>(smem + kWarps * kDecodeHeads * kPitch * 4)),
+        inbox(reinterpret_cast<float*>(smem + kRingBytes)),
+        in_stats(reinterpret_cast<float2*>(smem + kStatsAt)),
+        barrier(smem_address(smem) + kBarrierAt) {
+    static_assert(kWarps * kDecodeHeads * (kPitch * 4 + 8) <= kRingBytes);
+  }
+
+  __device__ __forceinline__ void put(const WarpState<kHeadDim>& state, int warp, int lane) const {
+    const int g = lane / 4, t = lane % 4;
+    float* to = sums + (warp * kDecodeHeads + 2 * t) * kPitch + g;
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 16; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i % 2 * kPitch + j * 16 + i / 2 * 8] = state.o[j][i];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = state.sum[h];
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      if (g == 0) stats[warp * kDecodeHeads + 2 * t + h] = make_float2(state.maximum[h], sum);
+    }
+  }
+};
+
+// What a partial sum with maximum `mine` counts for beside the overall maximum.
+__device__ __forceinline__ float weight_of(float mine, float overall) {
+  return overall == kMinusInfinity ? 0.0f : exp2_fast(mine - overall);
+}
+
+template <int kCount, class Stat>
+__device__ __forceinline__ float2 merged_stats(int count, const Stat& stat) {
+  float most = kMinusInfinity, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (i < count) most = fmaxf(most, stat(i).x);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (i < count) sum += stat(i).y * weight_of(stat(i).x, most);
+  return make_float2(most, sum);
+}
+
+// Adds a part to what is merged so far.
+__device__ __forceinline__ void add_part(float2& all, float4& sum, float2 stat, float4 part) {
+  const float most = fmaxf(all.x, stat.x);
+  const float old_weight = weight_of(all.x, most), weight = weight_of(stat.x, most);
+  sum.x = sum.x * old_weight + part.x * weight;
+  sum.y = sum.y * old_weight + part.y * weight;
+  sum.z = sum.z * old_weight + part.z * weight;
+  sum.w = sum.w * old_weight + part.w * weight;
+  all = make_float2(most, all.y * old_weight + stat.y * weight);
+}
+
+// Four outputs of a query head from the merged sums; without any token zeros, and lse -inf.
+template <int kHeadDim, class Kv>
+__device__ __forceinline__ void store(const DecodeParams<Kv>& p, int batch, int q_head, int d,
+                                      float4 sum, float2 all) {
+  const float norm = all.y > 0.0f ? 1.0f / all.y : 0.0f;
+  const uint2 packed =
+      make_uint2(pack_bf16(sum.x * norm, sum.y * norm), pack_bf16(sum.z * norm, sum.w * norm));
+  *reinterpret_cast<uint2*>(p.out + batch * p.out_stride.batch + q_head * p.out_stride.head + d) =
+      packed;
+  if (p.lse != nullptr && d == 0)
+    p.lse[int64_t{batch} * p.kv_heads * p.group + q_head] =
+        all.y > 0.0f ? (all.x + log2f(all.y)) * 0.6931471805599453f : kMinusInfinity;
+}
+
+// Stores the newest token of a sequence in the pool: nobody reads it there during this launch.
+template <int kHeadDim>
+__device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch, int head,
+                                       int length, int lane) {
+  const int64_t row = p.kv.row(batch, head, p.kv.page(batch, length - 1), length - 1);
+  const auto copy = [&](const __nv_bfloat16* pool, const __nv_bfloat16* from) {
+    auto* to = reinterpret_cast<uint4*>(const_cast<__nv_bfloat16*>(pool) + row);
+    for (int piece = lane; piece < kHeadDim / 8; piece += 32)
+      to[piece] = reinterpret_cast<const uint4*>(from)[piece];
+  };
+  copy(p.kv.k, p.fresh.k + batch * p.fresh.k_stride.batch + head * p.fresh.k_stride.head);
+  copy(p.kv.v, p.fresh.v + batch * p.fresh.v_stride.batch + head * p.fresh.v_stride.head);
+}
+
+template <int kHeadDim, int kWarps, class Kv>
+__global__ void __launch_bounds__(32 * kWarps, decode_ctas_per_sm(kDecodeArch, kHeadDim, kWarps))
+    decode_kernel(const __grid_constant__ DecodeParams<Kv> p) {
+  using Loader = TileLoader<kHeadDim, kWarps, Kv>;
+  constexpr int kStages = Loader::kStages;
+  constexpr int kRowBytes = Loader::kRowBytes;
+  constexpr int kBlocks = Loader::kTile / 16;
+  extern __shared__ __align__(128) char smem[];
+
+  pdl_launch_dependents();
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int rank = p.parts > 1 ? cluster_rank() : 0;
+  const int split = blockIdx.x / p.parts % p.splits;
+  const int unit = blockIdx.x / p.parts / p.splits;
+  const int first_head = unit % p.head_groups * kDecodeHeads;  // of the KV head's group
+  const int head = unit / p.head_groups % p.kv_heads;
+  const int batch = unit / p.head_groups / p.kv_heads;
+  const int heads = min(kDecodeHeads, p.group - first_head);
+  const Merge<kHeadDim, kWarps> merge(smem);
+  // Quads of outputs; part r finishes quads r, r + parts, ...
+  const int quads = heads * (kHeadDim / 4);
+  const int share = (quads + p.parts - 1) >> p.parts_log2;
+  const int mine = (quads - rank + p.parts - 1) >> p.parts_log2;
+  if (p.parts > 1) {
+    if (threadIdx.x == 0)
+      init_inbox(merge.barrier,
+                 p.parts * (mine * int{sizeof(float4)} + kDecodeHeads * int{sizeof(float2)}));
+    cluster_arrive();
+  }
+  pdl_wait();
+
+  const int length = min(max(p.kv.kv_len(batch), 0), p.max_length);
+  const int tiles = (length + Loader::kTile - 1) / Loader::kTile;
+  // In turn, so that a cluster sweeps its sequence: parts that start a power of two apart would meet in
+  // the same DRAM channels.
+  const int first = (split * p.parts + rank) * kWarps + warp;
+  const int step = p.splits * p.parts * kWarps;
+  const uint32_t ring = smem_address(smem) + warp * kStages * Loader::kStageBytes;
+  Loader loader(p, batch, head, length, first, step, lane, ring);
+  for (int i = 0; i < kStages - 1; ++i) loader.issue();
+
+  // Query head g's fragments.
+  uint32_t q[kHeadDim / 16][2] = {};
+  if (lane / 4 < heads) {
+    const int64_t row =
+        batch * p.q_stride.batch + (head * p.group + first_head + lane / 4) * p.q_stride.head;
+    const auto* from = reinterpret_cast<const uint32_t*>(p.q + row) + lane % 4;
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 16; ++j) {
+      q[j][0] = __ldcg(from + j * 8);
+      q[j][1] = __ldcg(from + j * 8 + 4);
+    }
+  }
+  if constexpr (Loader::kPaged) {
+    if (p.fresh.k != nullptr && first_head == 0 && rank == 0 && warp == kWarps - 1 && length > 0)
+      append<kHeadDim>(p, batch, head, length, lane);
+  }
+
+  WarpState<kHeadDim> state;
+  const uint32_t k_place = tile_offset<kRowBytes>(lane % 16, lane / 16);
+  int slot = 0;
+  for (int tile = first; tile < tiles; tile += step) {
+    bool keep[kBlocks][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const int position = tile * Loader::kTile + lane / 4 + i * 8;
+      bool kept = position < length;
+      if (p.mask.data != nullptr && kept)
+        kept = p.mask.data[batch * p.mask.batch_stride + position * p.mask.key_stride] != 0;
+      keep[i / 2][i % 2] = kept;
+    }
+    cp_async_wait<kStages - 2>();
+    // The tile is there for all lanes, and all have read the one before, whose slot is filled now.
+    __syncwarp();
+    loader.issue();
+    const uint32_t stage = ring + slot * Loader::kStageBytes;
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+    // Two chains: a dependent MMA waits for the one before it.
+    float s[kBlocks][4];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      float chains[2][4] = {};
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 16; ++j) {
+        uint32_t a[4];
+        ldmatrix_x4(a, stage + pieces_on(k_place, 2 * j) + b * 16 * kRowBytes);
+        mma_m16n8k16_bf16(chains[j % 2], a[0], a[1], a[2], a[3], q[j][0], q[j][1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[b][i] = keep[b][i / 2] ? (chains[0][i] + chains[1][i]) * p.scale_log2 : kMinusInfinity;
+    }
+    state.add(s, stage + Loader::kStageBytes / 2, lane);
+  }
+
+  cp_async_wait<0>();
+  __syncthreads();
+  merge.put(state, warp, lane);
+  if (p.parts > 1) cluster_wait();
+  __syncthreads();
+
+  for (int quad = threadIdx.x; quad < quads; quad += kWarps * 32) {
+    const int h = quad / (kHeadDim / 4);
+    const int d = quad % (kHeadDim / 4) * 4;
+    const float2 cta =
+        merged_stats<kWarps>(kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; });
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float weight = weight_of(merge.stats[w * kDecodeHeads + h].x, cta.x);
+      const float4 part = *reinterpret_cast<const float4*>(
+          merge.sums + (w * kDecodeHeads + h) * Merge<kHeadDim, kWarps>::kPitch + d);
+      sum.x += weight * part.x;
+      sum.y += weight * part.y;
+      sum.z += weight * part.z;
+      sum.w += weight * part.w;
+    }
+    if (p.splits > 1) {
+      float* place = p.sums + (blockIdx.x * kDecodeHeads + h) * int64_t{kHeadDim} + d;
+      *reinterpret_cast<float4*>(place) = sum;
+    } else if (p.parts > 1) {
+      const int index = rank * share + (quad >> p.parts_log2);
+      send(smem_address(merge.inbox + index * 4), merge.barrier, quad & (p.parts - 1), sum);
+    } else {
+      store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, cta);
+    }
+  }
+  if (p.splits == 1 && p.parts == 1) return;
+  for (int i = threadIdx.x; i < p.parts * kDecodeHeads; i += kWarps * 32) {
+    const int h = i % kDecodeHeads;
+    const float2 cta =
+        merged_stats<kWarps>(kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; });
+    if (p.splits > 1)
+      p.stats[int64_t{blockIdx.x} * kDecodeHeads + h] = cta;
+    else
+      send(smem_address(merge.in_stats + rank * kDecodeHeads + h), merge.barrier, i / kDecodeHeads,
+           cta);
+  }
+  if (p.splits > 1) return;
+  wait_for_inbox(merge.barrier);
+  for (int i = threadIdx.x; i < mine; i += kWarps * 32) {
+    const int quad = i * p.parts + rank;
+    const int h = quad / (kHeadDim / 4);
+    const int d = quad % (kHeadDim / 4) * 4;
+    const float2 all = merged_stats<kDecodeMaxParts>(
+        p.parts, [&](int r) { return merge.in_stats[r * kDecodeHeads + h]; });
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int r = 0; r < kDecodeMaxParts; ++r) {
+      if (r >= p.parts) break;
+      const float weight = weight_of(merge.in_stats[r * kDecodeHeads + h].x, all.x);
+      const float4 part = *reinterpret_cast<const float4*>(merge.inbox + (r * share + i) * 4);
+      sum.x += weight * part.x;
+      sum.y += weight * part.y;
+      sum.z += weight * part.z;
+      sum.w += weight * part.w;
+    }
+    store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, all);
+  }
+}
+
+// Merges the splits of one query head. A CTA has threads for its quads several times over; the n-th of a
+// quad's threads takes splits n, n + kTimes, ...
+template <int kHeadDim, class Kv>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const __grid_constant__ DecodeParams<Kv> p) {
+  constexpr int kQuads = kHeadDim / 4;
+  constexpr int kTimes = kMergeThreads / kQuads;
+  __shared__ float4 sums[kTimes][kQuads];
+  __shared__ float2 stats[kTimes];
+
+  pdl_launch_dependents();
+  const int q_head = blockIdx.x % (p.kv_heads * p.group);
+  const int batch = blockIdx.x / (p.kv_heads * p.group);
+  const int in_group = q_head % p.group;
+  const int unit =
+      (batch * p.kv_heads + q_head / p.group) * p.head_groups + in_group / kDecodeHeads;
+  const int h = in_group % kDecodeHeads;
+  const int quad = threadIdx.x % kQuads;
+  const int time = threadIdx.x / kQuads;
+  const float* part = p.sums + (int64_t{unit} * p.splits * kDecodeHeads + h) * kHeadDim + quad * 4;
+  const float2* stat = p.stats + int64_t{unit} * p.splits * kDecodeHeads + h;
+  pdl_wait();
+
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float2 all = make_float2(kMinusInfinity, 0.0f);
+  constexpr int kAtOnce = 8;
+  for (int first = time; first < p.splits; first += kAtOnce * kTimes) {
+    float4 some[kAtOnce];
+    float2 mine[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int split = first + i * kTimes;
+      mine[i] = make_float2(kMinusInfinity, 0.0f);
+      some[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (split < p.splits) {
+        mine[i] = __ldcg(stat + split * kDecodeHeads);
+        some[i] = __ldcg(
+            reinterpret_cast<const float4*>(part + int64_t{split} * kDecodeHeads * kHeadDim));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) add_part(all, sum, mine[i], some[i]);
+  }
+  sums[time][quad] = sum;
+  if (quad == 0) stats[time] = all;
+  __syncthreads();
+  if (time > 0) return;
+#pragma unroll
+  for (int i = 1; i < kTimes; ++i) add_part(all, sum, stats[i], sums[i][quad]);
+  store<kHeadDim>(p, batch, q_head, quad * 4, sum, all);
+}
+
+}  // namespace astrai::attention

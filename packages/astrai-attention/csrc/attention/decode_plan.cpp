@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "attention/decode_plan.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace astrai::attention {
+
+namespace {
+
+// Up to this length a cluster is faster than the whole GPU with a second kernel.
+constexpr int64_t kClusterTokens = 2048;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void expect_at_least_1(const char* name, int64_t value) {
+  if (value < 1) throw ValueError(concat(name, ": expected at least 1, got ", value));
+}
+
+}  // namespace
+
+DecodePlan plan_decode(const DecodeProblem& p, const DeviceInfo& device) {
+  expect_at_least_1("batch", p.batch);
+  expect_at_least_1("q_heads", p.q_heads);
+  expect_at_least_1("kv_heads", p.kv_heads);
+  if (p.q_heads % p.kv_heads != 0)
+    throw ValueError(
+        concat("q_heads: expected a multiple of kv_heads = ", p.kv_heads, ", got ", p.q_heads));
+  if (!is_decode_head_dim(p.head_dim))
+    throw ValueError(concat("head_dim: expected 32, 64, 128 or 256, got ", p.head_dim));
+  if (p.max_length < 0)
+    throw ValueError(concat("max_length: expected at least 0, got ", p.max_length));
+  if (device.sm_count < 1)
+    throw ValueError(concat("sm_count: expected at least 1, got ", device.sm_count));
+
+  const int head_dim = static_cast<int>(p.head_dim);
+  DecodePlan plan{};
+  plan.head_groups = static_cast<int>(ceil_div(p.q_heads / p.kv_heads, kDecodeHeads));
+  const int64_t units = p.batch * p.kv_heads * plan.head_groups;
+  plan.warps = decode_warps(device.image_arch, head_dim, units >= 2 * device.sm_count);
+  // One wave of clusters. The split does not follow the lengths: a graph may be replayed with others.
+  const int64_t slots =
+      int64_t{device.sm_count} * decode_ctas_per_sm(device.image_arch, head_dim, plan.warps);
+  const int64_t most =
+      std::min(slots / units, ceil_div(p.max_length, plan.warps * decode_tile(head_dim)));
+  plan.parts = 1;
+  plan.splits = 1;
+  // A cluster merges in 1 us, a second kernel in 2. But clusters do not spread over the GPCs: 8 of 8 CTAs
+  // get half of the bandwidth, which matters from some length on.
+  const int parts = device.image_arch >= 90 ? kDecodeMaxParts : 1;
+  if (most > parts && p.max_length > kClusterTokens)
+    plan.splits = static_cast<int>(most);
+  else
+    while (plan.parts * 2 <= std::min<int64_t>(most, parts)) plan.parts *= 2;
+  plan.grid = units * plan.parts * plan.splits;
+  if (plan.splits > 1) plan.workspace_floats = plan.grid * kDecodeHeads * (p.head_dim + 2);
+  if (plan.grid > std::numeric_limits<int32_t>::max())
+    throw ValueError(concat("batch: expected fewer than 2^31 CTAs, got ", plan.grid));
+  plan.smem_bytes = decode_smem_bytes(device.image_arch, head_dim, plan.warps);
+  plan.programmatic = device.image_arch >= 90;
+  if (plan.smem_bytes > device.smem_per_block)
+    throw std::runtime_error(concat("the kernel needs ", plan.smem_bytes,
+                                    " bytes of shared memory per block, this GPU has ",
+                                    device.smem_per_block));
+  return plan;
+}
+
+}  // namespace astrai::attention

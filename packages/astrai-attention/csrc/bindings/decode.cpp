@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "astrai/host/torch_exchange.h"
+#include "attention/decode_params.h"
+#include "bindings/bindings.h"
+#include "family.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using astrai::concat;
+using astrai::DType;
+using astrai::TensorView;
+using astrai::TorchExchange;
+using astrai::ValueError;
+namespace attention = astrai::attention;
+
+using Bf16 = __nv_bfloat16;
+
+constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxLength = int64_t{1} << 30;
+constexpr int64_t kMaxHeads = 65535;
+constexpr int kMaxPageSize = 256;
+
+int64_t expect_head_dim(const TensorView& x) {
+  const int64_t head_dim = x.size(-1);
+  if (!attention::is_decode_head_dim(head_dim))
+    throw ValueError(concat(x.name(), ": expected head_dim 32, 64, 128 or 256, got ", head_dim));
+  return head_dim;
+}
+
+// q: [batch, 1, q_heads, head_dim].
+struct Queries {
+  explicit Queries(const TensorView& q) {
+    q.expect_dtype(DType::kBFloat16)
+        .expect_rank(4, 4, "[batch, 1, q_heads, head_dim]")
+        .expect_size(1, 1, "one token of each sequence")
+        .expect_size_in(0, 0, kMaxInt, "batch")
+        .expect_size_in(2, 1, kMaxHeads, "q_heads");
+    head_dim = expect_head_dim(q);
+    q.expect_aligned_rows();
+    batch = q.size(0);
+    heads = q.size(2);
+  }
+  int64_t batch, heads, head_dim;
+};
+
+void check_kv(const TensorView& x, const Queries& q, const char* layout) {
+  x.expect_dtype(DType::kBFloat16)
+      .expect_rank(4, 4, layout)
+      .expect_size(3, q.head_dim, "head_dim of q")
+      .expect_size_in(2, 1, kMaxHeads, "kv_heads")
+      .expect_aligned_rows();
+  if (q.heads % x.size(2) != 0)
+    throw ValueError(concat(x.name(), ": expected kv_heads that divide the ", q.heads,
+                            " heads of q, got ", x.size(2)));
+}
+
+// K and V are addressed with the same offsets.
+void check_alike(const TensorView& v, const TensorView& k) {
+  for (int i = 0; i < 4; ++i) v.expect_size(i, k.size(i), concat("that of ", k.name()).c_str());
+  for (int i = 0; i < 3; ++i)
+    if (v.size(i) > 1 && v.stride(i) != k.stride(i))
+      throw ValueError(concat(v.name(), ": expected the strides of ", k.name(), " ",
+                              k.strides_text(), ", got ", v.strides_text()));
+}
+
+attention::DecodeMask mask_of(const TensorView& mask, int64_t batch, int64_t length) {
+  mask.expect_dtype(DType::kBool)
+      .expect_rank(2, 4, "[batch, kv_len], [batch, 1, kv_len] or [batch, 1, 1, kv_len]")
+      .expect_size(0, batch, "batch of q")
+      .expect_size(-1, length, "kv_len of k");
+  for (int i = 1; i < mask.rank() - 1; ++i) mask.expect_size(i, 1, "one query of each sequence");
+  return {mask.data<uint8_t>(), mask.stride(0), mask.stride(-1)};
+}
+
+float scale_log2(py::handle scale, int64_t head_dim) {
+  const double value =
+      scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(head_dim)) : scale.cast<double>();
+  if (!std::isfinite(value))
+    throw ValueError(concat("scale: expected a finite number, got ", value));
+  return static_cast<float>(value * 1.4426950408889634);
+}
+
+// The caller's `out` or a fresh one, and the log-sum-exp where it is asked for.
+class Result {
+ public:
+  Result(py::handle out, py::handle q_object, const TensorView& q, bool with_lse)
+      : out_(out), q_object_(q_object), q_(q), with_lse_(with_lse) {
+    if (out.is_none()) return;
+    view_.emplace(TorchExchange::get().view("out", out));
+    view_->expect_dtype(DType::kBFloat16).expect_rank(4, 4, "of q");
+    for (int i = 0; i < 4; ++i) view_->expect_size(i, q.size(i), "that of q");
+    view_->expect_aligned_rows().expect_distinct_elements();
+  }
+  void expect_disjoint(const TensorView& input) const {
+    if (view_) view_->expect_disjoint(input);
+  }
+  void expect_same_device() const {
+    if (view_) view_->expect_cuda().expect_same_device(q_);
+  }
+  template <class Params>
+  void allocate(Params& params) {
+    const TorchExchange& torch = TorchExchange::get();
+    if (!view_) {
+      made_ = torch.new_empty(q_object_, {q_.size(0), 1, q_.size(2), q_.size(3)});
+      view_.emplace(torch.view("out", made_));
+    }
+    params.out = view_->template data<Bf16>();
+    params.out_stride = {view_->stride(0), view_->stride(2)};
+    if (!with_lse_) return;
+    lse_ = torch.new_empty_fp32(q_object_, {q_.size(0), q_.size(2), 1});
+    params.lse = torch.view("lse", lse_).data<float>();
+  }
+  // To be called after the launch.
+  py::object take() {
+    py::object out = made_;
+    if (!out) {
+      TorchExchange::get().mark_written(out_);
+      out = py::reinterpret_borrow<py::object>(out_);
+    }
+    if (with_lse_) return py::make_tuple(out, lse_);
+    return out;
+  }
+
+ private:
+  py::handle out_, q_object_;
+  const TensorView& q_;
+  bool with_lse_;
+  std::optional<TensorView> view_;
+  py::object made_, lse_;
+};
+
+template <class Params>
+py::object run(Params& params, py::handle q_object, const TensorView& q, const Queries& shape,
+               int64_t kv_heads, int64_t max_length, py::handle scale, Result& result) {
+  params.q = q.data<Bf16>();
+  params.q_stride = {q.stride(0), q.stride(2)};
+  params.scale_log2 = scale_log2(scale, shape.head_dim);
+  params.max_length = static_cast<int>(max_length);
+  params.kv_heads = static_cast<int>(kv_heads);
+  params.group = static_cast<int>(shape.heads / kv_heads);
+  const int device = q.device_index();
+  if (shape.batch == 0) {
+    result.allocate(params);
+    return result.take();
+  }
+  const attention::DecodePlan plan =
+      attention::plan_decode({shape.batch, shape.heads, kv_heads, shape.head_dim, max_length},
+                             attention::device_info(device));
+  params.head_groups = plan.head_groups;
+  params.parts = plan.parts;
+  while (1 << params.parts_log2 < plan.parts) ++params.parts_log2;
+  params.splits = plan.splits;
+  result.allocate(params);
+  py::object workspace;
+  if (plan.workspace_floats > 0) {
+    workspace = TorchExchange::get().new_empty_fp32(q_object, {plan.workspace_floats});
+    params.sums = TorchExchange::get().view("workspace", workspace).data<float>();
+    params.stats = reinterpret_cast<float2*>(params.sums +
+                                             plan.grid * attention::kDecodeHeads * shape.head_dim);
+  }
+  astrai::DeviceGuard guard(device);
+  attention::launch_decode(params, plan, static_cast<int>(shape.head_dim), device,
+                           TorchExchange::get().current_stream(q.device()));
+  return result.take();
+}
+
+py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle mask_,
+                       py::handle scale, py::handle return_lse, py::handle out_) {
+  const TorchExchange& torch = TorchExchange::get();
+  const bool with_lse = as_bool("return_lse", return_lse);
+  const TensorView q = torch.view("q", q_);
+  const TensorView k = torch.view("k", k_);
+  const TensorView v = torch.view("v", v_);
+  const Queries shape(q);
+  check_kv(k, shape, "[batch, kv_len, kv_heads, head_dim]");
+  k.expect_size(0, shape.batch, "batch of q").expect_size_in(1, 0, kMaxLength, "kv_len");
+  check_kv(v, shape, "[batch, kv_len, kv_heads, head_dim]");
+  check_alike(v, k);
+  attention::DecodeParams<attention::ContigKv> params{};
+  std::optional<TensorView> mask;
+  if (!mask_.is_none()) {
+    mask.emplace(torch.view("mask", mask_));
+    params.mask = mask_of(*mask, shape.batch, k.size(1));
+  }
+  Result result(out_, q_, q, with_lse);
+  for (const TensorView* input : {&q, &k, &v}) result.expect_disjoint(*input);
+  if (mask) result.expect_disjoint(*mask);
+  torch.refuse_grad("attn_decode", {{"q", q_}, {"k", k_}, {"v", v_}, {"out", out_}});
+  q.expect_cuda();
+  k.expect_cuda().expect_same_device(q);
+  v.expect_cuda().expect_same_device(q);
+  if (mask) mask->expect_cuda().expect_same_device(q);
+  result.expect_same_device();
+  params.kv = {k.data<Bf16>(), v.data<Bf16>(), k.stride(0),
+               k.stride(1),    k.stride(2),    static_cast<int>(k.size(1))};
+  return run(params, q_, q, shape, k.size(2), k.size(1), scale, result);
+}
+
+py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::handle table_,
+                             py::handle lengths_, int64_t page_size, py::handle new_k_,
+                             py::handle new_v_, py::handle scale, py::handle return_lse,
+                             py::handle out_) {
+  const TorchExchange& torch = TorchExchange::get();
+  const bool with_lse = as_bool("return_lse", return_lse);
+  const TensorView q = torch.view("q", q_);
+  const TensorView k = torch.view("k_pool", k_);
+  const TensorView v = torch.view("v_pool", v_);
+  const TensorView table = torch.view("page_table", table_);
+  const TensorView lengths = torch.view("seq_lens", lengths_);
+  const Queries shape(q);
+  if (page_size < 1 || page_size > kMaxPageSize || (page_size & (page_size - 1)) != 0)
+    throw ValueError(
+        concat("page_size: expected a power of two in 1..", kMaxPageSize, ", got ", page_size));
+  check_kv(k, shape, "[pages, page_size, kv_heads, head_dim]");
+  k.expect_size(1, page_size, "page_size").expect_size_in(0, 0, kMaxInt, "pages");
+  check_kv(v, shape, "[pages, page_size, kv_heads, head_dim]");
+  check_alike(v, k);
+  const int64_t kv_heads = k.size(2);
+  table.expect_dtype(DType::kInt32)
+      .expect_rank(2, 2, "[batch, pages of a sequence]")
+      .expect_size(0, shape.batch, "batch of q")
+      .expect_size_in(1, 0, kMaxLength / page_size, "pages of a sequence")
+      .expect_rows_contiguous();
+  lengths.expect_dtype(DType::kInt32)
+      .expect_rank(1, 1, "[batch]")
+      .expect_size(0, shape.batch, "batch of q")
+      .expect_contiguous();
+  if (new_k_.is_none() != new_v_.is_none())
+    throw ValueError("new_k, new_v: expected both or neither");
+  std::optional<TensorView> new_k, new_v;
+  attention::DecodeParams<attention::PagedKv> params{};
+  Result result(out_, q_, q, with_lse);
+  for (const TensorView* input : {&q, &k, &v, &table, &lengths}) result.expect_disjoint(*input);
+  if (!new_k_.is_none()) {
+    new_k.emplace(torch.view("new_k", new_k_));
+    new_v.emplace(torch.view("new_v", new_v_));
+    for (const TensorView* fresh : {&*new_k, &*new_v}) {
+      fresh->expect_dtype(DType::kBFloat16)
+          .expect_rank(4, 4, "[batch, 1, kv_heads, head_dim]")
+          .expect_size(0, shape.batch, "batch of q")
+          .expect_size(1, 1, "one token of each sequence")
+          .expect_size(2, kv_heads, "kv_heads of k_pool")
+          .expect_size(3, shape.head_dim, "head_dim of q")
+          .expect_aligned_rows()
+          .expect_disjoint(k)
+          .expect_disjoint(v);
+      result.expect_disjoint(*fresh);
+    }
+    // The pools are written then.
+    k.expect_distinct_elements().expect_disjoint(v);
+    v.expect_distinct_elements();
+    for (const TensorView* pool : {&k, &v})
+      for (const TensorView* input : {&q, &table, &lengths}) pool->expect_disjoint(*input);
+  }
+  torch.refuse_grad("attn_paged_decode", {{"q", q_},
+                                          {"k_pool", k_},
+                                          {"v_pool", v_},
+                                          {"new_k", new_k_},
+                                          {"new_v", new_v_},
+                                          {"out", out_}});
+  q.expect_cuda();
+  for (const TensorView* input : {&k, &v, &table, &lengths})
+    input->expect_cuda().expect_same_device(q);
+  if (new_k) {
+    new_k->expect_cuda().expect_same_device(q);
+    new_v->expect_cuda().expect_same_device(q);
+    params.fresh = {new_k->data<Bf16>(),
+                    new_v->data<Bf16>(),
+                    {new_k->stride(0), new_k->stride(2)},
+                    {new_v->stride(0), new_v->stride(2)}};
+  }
+  result.expect_same_device();
+  int page_shift = 0;
+  while (page_size >> page_shift > 1) ++page_shift;
+  params.kv = {k.data<Bf16>(),   v.data<Bf16>(),    k.stride(0),     k.stride(1),
+               k.stride(2),      table.data<int>(), table.stride(0), lengths.data<int>(),
+               /*ragged=*/false, page_shift};
+  py::object made = run(params, q_, q, shape, kv_heads, table.size(1) * page_size, scale, result);
+  if (new_k) {
+    torch.mark_written(k_);
+    torch.mark_written(v_);
+  }
+  return made;
+}
+
+py::dict plan_decode(int64_t batch, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
+                     int64_t max_length, const astrai::DeviceInfo& device) {
+  const attention::DecodePlan plan =
+      attention::plan_decode({batch, q_heads, kv_heads, head_dim, max_length}, device);
+  py::dict result;
+  result["head_groups"] = plan.head_groups;
+  result["parts"] = plan.parts;
+  result["grid"] = plan.grid;
+  result["splits"] = plan.splits;
+  result["workspace_floats"] = plan.workspace_floats;
+  result["warps"] = plan.warps;
+  result["smem_bytes"] = plan.smem_bytes;
+  result["programmatic"] = plan.programmatic;
+  return result;
+}
+
+}  // namespace
+
+void bind_decode(py::module_& m) {
+  m.def("plan_decode", &plan_decode, py::kw_only(), py::arg("batch"), py::arg("q_heads"),
+        py::arg("kv_heads"), py::arg("head_dim"), py::arg("max_length"), py::arg("device"));
+  m.def("attn_decode", &attn_decode, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask"),
+        py::arg("scale"), py::arg("return_lse"), py::arg("out"));
+  m.def("attn_paged_decode", &attn_paged_decode, py::arg("q"), py::arg("k_pool"), py::arg("v_pool"),
+        py::arg("page_table"), py::arg("seq_lens"), py::arg("page_size"), py::arg("new_k"),
+        py::arg("new_v"), py::arg("scale"), py::arg("return_lse"), py::arg("out"));
+}

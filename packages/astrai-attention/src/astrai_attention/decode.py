@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attn_decode, attn_paged_decode: attention of one query token of each sequence."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from ._native import native
+
+__all__ = ["attn_decode", "attn_paged_decode"]
+
+
+@overload
+def attn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = ...,
+    is_causal: bool = ...,
+    *,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def attn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = ...,
+    is_causal: bool = ...,
+    *,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def attn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``softmax(scale * q k^T) v`` for one token of each sequence, over contiguous K and V.
+
+    Query head ``h`` attends to KV head ``h * kv_heads // q_heads``. bf16 operands, products and sums
+    in fp32, probabilities rounded to bf16 before they meet V, one rounding of the result. The sums
+    are merged in a fixed order: two runs are bitwise equal. Runs on torch's current stream and may
+    be captured into a CUDA graph. Online softmax and split K/V: Flash-Decoding, Dao et al., 2023.
+
+    Args:
+        q: ``[batch, 1, q_heads, head_dim]``, bf16, head_dim 32, 64, 128 or 256.
+        k: ``[batch, kv_len, kv_heads, head_dim]``, bf16; kv_heads divides q_heads. Only the last
+            dimension need be contiguous, as long as every row starts on 16 bytes (of q too).
+        v: of the shape and the strides of ``k``.
+        mask: True keeps a key: bool ``[batch, kv_len]``, ``[batch, 1, kv_len]`` or
+            ``[batch, 1, 1, kv_len]``. A row without any key gives zeros, and lse -inf.
+        is_causal: no effect: the one query is the newest token.
+        scale: of the scores; ``head_dim ** -0.5`` when None.
+        return_lse: whether to return the natural logarithm of the sum of exponentials too.
+        out: of the shape of ``q``, bf16, rows on 16 bytes; it may share no memory with an input.
+            Allocated when None.
+
+    Returns:
+        ``out``, or ``(out, lse)`` with lse fp32 ``[batch, q_heads, 1]``.
+
+    Raises:
+        ValueError: a shape, a layout, an alignment or a device that the kernel does not take.
+        TypeError: another dtype, or an argument that is no plain tensor.
+        RuntimeError: no compiled module, no code for this GPU, an input that requires grad while
+            grad is enabled, or an error of the CUDA runtime.
+    """
+    del is_causal
+    result: Tensor | tuple[Tensor, Tensor] = native.attn_decode(
+        q, k, v, mask, scale, return_lse, out
+    )
+    return result
+
+
+@overload
+def attn_paged_decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    page_size: int,
+    new_k: Tensor | None = ...,
+    new_v: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def attn_paged_decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    page_size: int,
+    new_k: Tensor | None = ...,
+    new_v: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def attn_paged_decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    page_size: int,
+    new_k: Tensor | None = None,
+    new_v: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attn_decode` over K and V in pages, with the newest token's appended.
+
+    The token at position ``p`` of sequence ``b`` is in page ``page_table[b, p // page_size]``, slot
+    ``p % page_size``. Lengths are read on the device: a captured graph serves any lengths up to the
+    capacity of ``page_table``, ``page_table.shape[1] * page_size``, at the speed of a fresh launch.
+    Ids of pages past a sequence's length are not read, nor is the memory past it.
+
+    Args:
+        q: ``[batch, 1, q_heads, head_dim]``, bf16, head_dim 32, 64, 128 or 256.
+        k_pool: ``[pages, page_size, kv_heads, head_dim]``, bf16, in any order of the middle two in
+            memory (``[pages, kv_heads, page_size, head_dim]`` by ``transpose(1, 2)``).
+        v_pool: of the shape and the strides of ``k_pool``.
+        page_table: ``[batch, pages of a sequence]``, int32, rows contiguous.
+        seq_lens: ``[batch]``, int32; with ``new_k`` it counts the newest token. 0 gives zeros.
+        page_size: a power of two up to 256.
+        new_k: ``[batch, 1, kv_heads, head_dim]``, bf16, already rotated: the K at position
+            ``seq_lens - 1``, which is stored in the pool, and read from here.
+        new_v: likewise V; both or neither.
+        scale, return_lse, out: as for `attn_decode`.
+
+    Returns:
+        As `attn_decode`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `attn_decode`.
+    """
+    result: Tensor | tuple[Tensor, Tensor] = native.attn_paged_decode(
+        q, k_pool, v_pool, page_table, seq_lens, page_size, new_k, new_v, scale, return_lse, out
+    )
+    return result
