@@ -156,7 +156,7 @@ def test_context_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("cuda", "head_dim = 8: its kernels take 64, 128, 256"),
+        ("cuda", "head_dim = 8: its kernels take 32, 64, 128, 256"),
         ("flash", "flash-attn is not installed; pip install flash-attn"),
     ],
 )
