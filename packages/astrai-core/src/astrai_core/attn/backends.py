@@ -298,7 +298,7 @@ def _obstacle_in(operands: tuple[Tensor, ...]) -> str | None:
 
 
 def _in_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v as the dense kernels take them: one layout, whose rows are whole and on 16 bytes.
+    """K and v as the dense kernels take them: one layout, whose rows are whole and on 16 bytes.
 
     The order of the other dimensions is free: a cache of heads first is read where it lies, and not
     copied at every token.
