@@ -129,13 +129,15 @@ def _half(table: Tensor) -> Tensor:
         or (table.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return _converted(table)
-    # An inference tensor has no version.
+    # An inference tensor has no version, and is of no use to autograd later.
     version = 0 if table.is_inference() else table._version  # noqa: SLF001
-    kept = getattr(table, "_astrai_half", None)
-    if kept is None or kept[0] != version:
-        kept = (version, _converted(table))
-        table._astrai_half = kept  # noqa: SLF001 - our own
-    return kept[1]  # type: ignore[no-any-return]
+    state = (version, torch.is_inference_mode_enabled())
+    holder: Any = table
+    kept: tuple[tuple[int, bool], Tensor] | None = getattr(holder, "_astrai_half", None)
+    if kept is None or kept[0] != state:
+        kept = (state, _converted(table))
+        holder._astrai_half = kept  # noqa: SLF001 - our own
+    return kept[1]
 
 
 def _converted(table: Tensor) -> Tensor:
