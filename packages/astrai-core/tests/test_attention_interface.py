@@ -13,7 +13,7 @@ from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import StaticCache
 
 import astrai_core
-from astrai_core.integrations.transformers import patch, register_attention
+from astrai_core.integrations.transformers import _attention, patch, register_attention
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -223,3 +223,9 @@ def test_a_sliding_window():
         assert_close(logits(model), expected)
         assert torch.equal(model.generate(IDS, **options), text)
     assert "sliding_window = 4, and there are more keys" in str(report)
+
+
+def test_a_transformers_with_other_masks(monkeypatch):
+    monkeypatch.setattr(_attention, "sdpa_mask", lambda cache_position: cache_position)
+    with pytest.raises(RuntimeError, match=r"newer transformers is needed: .* without q_offset"):
+        register_attention()

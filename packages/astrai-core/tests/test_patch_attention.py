@@ -185,13 +185,13 @@ def test_what_is_not_understood_is_left_alone(make, reason):
 
 def test_a_transformers_without_the_interface(monkeypatch):
     def refuse():
-        raise RuntimeError("transformers 4.53 or newer is needed")
+        raise RuntimeError("a newer transformers is needed")
 
     monkeypatch.setattr(_patch, "register_attention", refuse)
     model = llama()
     expected = logits(model)
     with patch(model) as patched:
-        assert "4.53" in patched.skipped["model.layers.0.self_attn"]
+        assert "newer" in patched.skipped["model.layers.0.self_attn"]
         assert_close(logits(model), expected)
     assert model.config._attn_implementation == "sdpa"
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -27,7 +29,14 @@ _UNKNOWN_TO_SDPA = ("s_aux", "softcap")
 
 
 def register() -> None:
-    """Gives transformers the two functions."""
+    """Gives transformers the two functions.
+
+    Raises:
+        ImportError: a transformers whose masks are asked for in another way.
+    """
+    # By the positions in the cache, which are on the device.
+    if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError(f"{transformers.__version__} has masks without q_offset")
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
 

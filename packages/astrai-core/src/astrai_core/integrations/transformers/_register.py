@@ -21,10 +21,11 @@ def register_attention() -> None:
     `explain` shows the reason. Attention sinks and soft caps are an error: sdpa has neither.
 
     Raises:
-        RuntimeError: no transformers, or one without an interface for masks, which came with 4.53.
+        RuntimeError: no transformers, or one that asks for masks in another way, as older ones do.
     """
     try:
         from . import _attention
+
+        _attention.register()
     except ImportError as error:
-        raise RuntimeError(f"transformers 4.53 or newer is needed: {error}") from error
-    _attention.register()
+        raise RuntimeError(f"a newer transformers is needed: {error}") from error
