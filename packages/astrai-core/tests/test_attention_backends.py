@@ -156,7 +156,7 @@ def test_context_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("cuda", "head_dim = 8: its kernels take 64, 128, 256"),
+        ("cuda", "head_dim = 8: its kernels take 32, 64, 128, 256"),
         ("flash", "flash-attn is not installed; pip install flash-attn"),
     ],
 )
@@ -253,7 +253,7 @@ def test_the_backend_in_force_can_be_used(
         ({"v": K.clone().requires_grad_()}, "training: an operand requires grad, and its kernels"),
         ({"q": ones(2, 0, 4, 64)}, "there is nothing to compute"),
         ({"q": Q.as_subclass(type("Sub", (Tensor,), {}))}, "Sub is no plain tensor"),
-        ({"q": ones(2, 3, 4, 32), "k": ones(2, 3, 2, 32), "v": ones(2, 3, 2, 32)}, "head_dim = 32"),
+        ({"q": ones(2, 3, 4, 96), "k": ones(2, 3, 2, 96), "v": ones(2, 3, 2, 96)}, "head_dim = 96"),
     ],
 )
 def test_what_the_kernels_do_not_take(kernels: Any, changes: dict[str, Tensor], words: str) -> None:

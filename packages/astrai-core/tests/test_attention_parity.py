@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from astrai_core import PagedKVCache, attention, attn_backend
-from astrai_core.attn import Step, backends
+from astrai_core.attn import Step, _sdpa, backends
 from conftest import Site, install_attention
 
 BACKENDS = ["torch_native", "cuda", "flash"]
@@ -258,3 +259,55 @@ def test_a_trace_holds_a_pass_over_a_cache() -> None:
     # What the trace has computed of the step serves the next layer too.
     assert torch.equal(step.gather(1)[0], k.flatten(0, 1))
     assert_close(attention(q, k, v, step, 0, is_causal=True), exact(q, k, v, None, True))
+
+
+class OnGpu(Tensor):
+    """A CPU tensor that says it is a GPU's."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_decode_by_torch_leaves_out_cudnn(
+    enabled: bool, q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def sdpa(q: Tensor, *_: Any, **__: Any) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        q, k, v = (x.as_subclass(OnGpu) for x in operands(1, q_len, 3, HEADS))
+        attention(q, k, v)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert seen == [enabled and q_len > 1]
+
+
+def test_cudnn_comes_back_after_the_last_of_several_threads() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        first, second = threading.Barrier(2), threading.Barrier(2)
+
+        def late() -> None:
+            with _sdpa._without_cudnn:
+                first.wait()
+                second.wait()
+
+        thread = threading.Thread(target=late)
+        with _sdpa._without_cudnn:
+            thread.start()
+            first.wait()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        second.wait()
+        thread.join()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

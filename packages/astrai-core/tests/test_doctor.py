@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
-from astrai_core import doctor
-from conftest import Site
+from astrai_core import checks, doctor
+from conftest import Site, install_attention
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_doctor_reports_a_call_that_raises(monkeypatch: pytest.MonkeyPatch) -> N
     def fails(*_: Tensor) -> Tensor:
         raise ArithmeticError("no luck")
 
-    monkeypatch.setattr(doctor, "linear", fails)
+    monkeypatch.setattr(checks, "linear", fails)
     report = doctor.diagnose()
     (check,) = [c for c in report["checks"] if c["op"] == "linear"]
     assert check["error"] == "ArithmeticError: no luck" and check["chosen"] is None
@@ -60,3 +60,65 @@ def test_a_broken_family_is_unhealthy_with_a_gpu_only(
     report = doctor.diagnose()
     assert doctor.healthy(report)
     assert not doctor.healthy({**report, "gpus": [{"index": 0}]})
+
+
+ATTENTION = {
+    "attn_decode": "cuda",
+    "attn_paged_decode": "cuda",
+    "attn_prefill": "cuda",
+    "rotary_emb": "attention",
+}
+
+
+def of_attention(report: dict[str, Any]) -> dict[str, Any]:
+    return {c["op"]: c for c in report["checks"] if c["op"] in ATTENTION}
+
+
+@pytest.mark.usefixtures("gpu_of_cpu")
+def test_attention_is_checked_where_there_are_kernels(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not of_attention(doctor.diagnose())
+    native = install_attention(site)
+    monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
+    report = doctor.diagnose()
+    found = of_attention(report)
+    assert {op: check["chosen"] for op, check in found.items()} == ATTENTION
+    assert native.calls == [*ATTENTION]
+    assert all(check["error"] is None for check in found.values())
+    assert doctor.healthy(report) and "attn_paged_decode cpu" in doctor._text(report)
+
+
+@pytest.mark.usefixtures("gpu_of_cpu")
+def test_only_the_ops_that_the_family_has_are_checked(site: Site) -> None:
+    install_attention(site, OPS={"rotary_emb": ("bfloat16",), "attn_decode": ("bfloat16",)})
+    report = doctor.diagnose()
+    assert [*of_attention(report)] == ["attn_decode", "rotary_emb"]
+    assert of_attention(report)["attn_decode"]["chosen"] == "torch_native"
+
+
+@pytest.mark.parametrize("op", ATTENTION)
+@pytest.mark.usefixtures("gpu_of_cpu")
+def test_a_kernel_of_attention_that_is_wrong(
+    op: str, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = install_attention(site)
+    right = getattr(native, op)
+    monkeypatch.setattr(native, op, lambda *args, **options: 1.1 * right(*args, **options))
+    monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
+    report = doctor.diagnose()
+    wrong = [name for name, check in of_attention(report).items() if check["error"]]
+    assert wrong == [op] and not doctor.healthy(report)
+
+
+def test_a_kernel_that_is_not_the_first_choice_is_demanded(
+    site: Site, seen_as_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del seen_as_gpu
+    install_attention(site)
+    monkeypatch.setenv("ASTR_BACKEND", "torch_native")
+    place = torch.device("cpu")
+    monkeypatch.setattr(checks, "_usable", lambda *_: True)
+    found = [(c.op, c.demanded, c.chosen) for c in checks.checks_on(place) if c.op in ATTENTION]
+    assert found[:2] == [("attn_decode", "auto", "torch_native"), ("attn_decode", "cuda", "cuda")]
+    assert found[-1] == ("rotary_emb", "auto", "attention")

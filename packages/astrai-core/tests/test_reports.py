@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import astrai_core
-from astrai_core import doctor
+from astrai_core import checks, doctor
 from astrai_core.__main__ import main
 from conftest import Site
 
@@ -91,7 +91,7 @@ def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: Tensor, w: Tensor) -> Tensor:
         return 1.1 * astrai_core.linear(x, w)
 
-    monkeypatch.setattr(doctor, "linear", wrong)
+    monkeypatch.setattr(checks, "linear", wrong)
     report = doctor.diagnose()
     (check,) = [c for c in report["checks"] if c["op"] == "linear"]
     assert "relative error 0.1" in check["error"]

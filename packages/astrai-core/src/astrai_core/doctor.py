@@ -6,43 +6,15 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import arch, device, tables
+from .checks import checks_on
 from .discovery import CONTRACT, families
-from .ops import linear, swiglu
-from .policy import OPS, mode, use
-from .recording import explain
-
-_M, _N, _K = 2, 256, 512
-
-
-@dataclass(frozen=True)
-class Check:
-    """One real call of an op on a device.
-
-    Attributes:
-        op: name of the op.
-        device: where it ran.
-        demanded: the implementation that was demanded, ``auto`` if none was.
-        chosen: the implementation that ran, None where the call failed.
-        passed_over: why the other one did not run.
-        error: what is wrong, None if the result is right.
-        relative_error: root mean square error over that of the float64 reference.
-    """
-
-    op: str
-    device: str
-    demanded: str
-    chosen: str | None
-    passed_over: dict[str, str]
-    error: str | None
-    relative_error: float | None
+from .policy import OPS, mode
 
 
 def diagnose() -> dict[str, Any]:
@@ -57,7 +29,7 @@ def diagnose() -> dict[str, Any]:
         table = name if capability in tables.available() else "inherited"
         gpus.append({"index": index, "name": torch.cuda.get_device_name(index), "arch": name})
         gpus[-1]["table"] = table if tables.rows_for(capability) else "none"
-    checks = [check for place in _places() for op in OPS for check in _checks(op, place)]
+    checks = [check for place in _places() for check in checks_on(place)]
     return {
         "machine": {
             "python": platform.python_version(),
@@ -126,45 +98,6 @@ def _places() -> list[torch.device]:
     return gpus or [torch.device("cpu")]
 
 
-def _checks(op: str, place: torch.device) -> list[Check]:
-    found = [_check(op, place, None)]
-    spec = OPS[op]
-    family = next((f for f in families() if f.name == spec.family), None)
-    usable = family is not None and place.type == "cuda" and family.reason_on(place.index) is None
-    if usable and found[0].chosen != spec.family:
-        found.append(_check(op, place, spec.family))
-    return found
-
-
-def _check(op: str, place: torch.device, demanded: str | None) -> Check:
-    where = str(place)
-    passed_over: dict[str, str] = {}
-    try:
-        x, up, gate = _operands(place)
-        exact = x.double() @ up.double().T
-        if op == "swiglu":
-            g = x.double() @ gate.double().T
-            exact = exact * g * torch.sigmoid(g)
-        with torch.no_grad(), explain() as report, use(**({op: demanded} if demanded else {})):
-            y = swiglu(x, up, gate) if op == "swiglu" else linear(x, up)
-        row = next(row for row in report.rows if row.op == op)
-        passed_over = dict(row.passed_over)
-        relative = float((y.double() - exact).norm() / exact.norm())
-    except Exception as error:  # noqa: BLE001 (the report is about whatever went wrong)
-        text = f"{type(error).__name__}: {error}"
-        return Check(op, where, demanded or "auto", None, passed_over, text, None)
-    # bf16 operands are exact here; the outputs' roundings are 2^-9 each.
-    wrong = None if relative < 1e-2 else f"relative error {relative:.3g}, expected below 0.01"
-    return Check(op, where, demanded or "auto", row.chosen, passed_over, wrong, relative)
-
-
-def _operands(place: torch.device) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = (_M, _K), (_N, _K), (_N, _K)
-    values = [torch.randn(s, generator=generator) * s[-1] ** -0.25 for s in shapes]
-    return [value.to(place, torch.bfloat16) for value in values]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the subcommand's arguments."""
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -210,7 +143,7 @@ def _text(report: dict[str, Any]) -> str:
     for check in report["checks"]:
         outcome = check["error"] or f"right (relative error {check['relative_error']:.1e})"
         lines.append(
-            f"  {check['op']:<7} {check['device']:<7} {check['demanded']}: "
+            f"  {check['op']:<17} {check['device']:<7} {check['demanded']}: "
             f"{check['chosen'] or 'failed'}, {outcome}"
         )
         lines += [f"    {name}: {why}" for name, why in check["passed_over"].items()]

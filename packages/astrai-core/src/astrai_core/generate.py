@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m astrai_core generate`: text from a language model whose layers run here.
 
-Loads a model with transformers, without ever asking the network, routes its linears and gated
-MLPs through astrai_core, streams the greedy answer to a prompt, and closes with the speed and
+Loads a model with transformers, without ever asking the network, routes its linears, gated MLPs and
+attention through astrai_core, streams the greedy answer to a prompt, and closes with the speed and
 the table of what ran where and why. Imports neither torch nor transformers before it loads one.
 """
 
@@ -126,10 +126,11 @@ def _generate(args: argparse.Namespace) -> None:
 
     ids = encode(tokenizer, args.prompt, model, args.max_new_tokens)
     patched = patch(model)
-    linears, mlps = len(patched.linears), len(patched.mlps)
+    linears, mlps, attentions = map(len, (patched.linears, patched.mlps, patched.attentions))
     kind = f"{model.dtype} on {model.device.type}".removeprefix("torch.")
     print(f"{path.resolve().name}: {kind}, loaded in {loaded:.1f} s")
-    print(f"through astrai_core: {linears} linears, of them {2 * mlps} in {mlps} gated MLPs")
+    in_mlps = f"of them {2 * mlps} in {mlps} gated MLPs"
+    print(f"through astrai_core: {linears} linears, {in_mlps}, and {attentions} attentions")
     for name, reason in patched.skipped.items():
         print(f"left alone: {name}: {reason}")
     print()
@@ -140,9 +141,7 @@ def _generate(args: argparse.Namespace) -> None:
         for token, taken in decode(model, ids, args.max_new_tokens):
             seconds.append(taken)
             print(text.push(token), end="", flush=True)
-    print(text.flush(), end="\n\n")
-    print(speed(ids.shape[-1], seconds), end="\n\n")
-    print(report)
+    print(text.flush(), speed(ids.shape[-1], seconds), report, sep="\n\n")
 
 
 def speed(prompt_tokens: int, seconds: list[float]) -> str:

@@ -175,7 +175,7 @@ def _decide(call: Call) -> Decision:
     obstacle = _not_selected(call, spec) or call.obstacle or _unsupported(call)
     kernel = None
     if obstacle is None:
-        kernel, obstacle = _kernel(spec, call.gpu)
+        kernel, obstacle = kernel_for(spec, call.gpu)
     if obstacle is None and call.demanded is None and call.mode == "auto":
         obstacle = _outside_table(call, spec)
     if obstacle is None:
@@ -191,7 +191,7 @@ def _decide(call: Call) -> Decision:
     return Decision(TORCH, None, {spec.family: obstacle})
 
 
-def _kernel(spec: OpSpec, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
+def kernel_for(spec: OpSpec, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
     """The op's kernel for a device, or why there is none."""
     family = discovery.find(spec.family)
     reason = family.reason_on(gpu)
@@ -263,7 +263,7 @@ def obstacle_in(x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> 
             place = gpu
         elif gpu != place:
             return "operands on different devices"
-    return _observer() or _obstacle_in_layout(x, weights, bias)
+    return observer() or _obstacle_in_layout(x, weights, bias)
 
 
 def _obstacle_in_layout(x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None) -> str | None:
@@ -293,7 +293,7 @@ _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)  # n
 _jit_trace = getattr(torch._C, "_get_tracing_state", lambda: None)  # noqa: SLF001
 
 
-def _observer() -> str | None:
+def observer() -> str | None:
     """What would miss a call that torch does not see: a kernel's call passes its dispatcher by."""
     if torch.is_autocast_enabled("cuda"):
         return "autocast is active"

@@ -3,11 +3,45 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .step import Step
+
+
+class _WithoutCudnn:
+    """Keeps torch from cuDNN's attention while a block runs; nests, in any number of threads.
+
+    cuDNN builds a plan for each new length of the keys, and decoding makes every length once: a
+    fresh process decoded at a quarter of its later speed. The other kernels know no such start.
+    `torch.nn.attention.sdpa_kernel` would do the same for 9 us a call (this: 1 us), and turn on
+    kernels that the user has turned off. Torch keeps these switches for the whole process, so
+    that the last thread to leave turns it on again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._was_on = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._depth == 0:
+                self._was_on = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0 and self._was_on:
+                torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+_without_cudnn = _WithoutCudnn()
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -34,17 +68,46 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool)
         # A softmax over nothing is NaN, in some of torch's kernels and in their gradients.
         nothing = ~mask.any(-1, keepdim=True)
         mask = mask | nothing
-    y = F.scaled_dot_product_attention(
+    y = _decode(q, k, v, mask) if q_len == 1 else _prefill(q, k, v, mask, is_causal)
+    if nothing is not None:
+        y = y.masked_fill(nothing, 0)
+    return y.transpose(1, 2).contiguous()
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """One query a sequence; in blhd, the result in bhld.
+
+    The query heads of a key head stand as its queries: torch's kernels take grouped heads only
+    without a mask.
+    """
+    batch, _, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    operands = (grouped, k.transpose(1, 2), v.transpose(1, 2), mask)
+    # What is traced chooses its kernel when it runs.
+    if q.is_cuda and not torch.compiler.is_compiling():
+        with _without_cudnn:
+            y = F.scaled_dot_product_attention(*operands)
+    else:
+        y = F.scaled_dot_product_attention(*operands)
+    return y.reshape(batch, heads, 1, head_dim)
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Any number of queries; in blhd, the result in bhld."""
+    groups = q.shape[2] // k.shape[2]
+    if mask is not None and groups > 1:
+        # With grouped heads and a mask, torch would compute and store all scores.
+        k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+        groups = 1
+    return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
         is_causal=is_causal,
-        enable_gqa=q.shape[2] != k.shape[2],
+        enable_gqa=groups > 1,
     )
-    if nothing is not None:
-        y = y.masked_fill(nothing, 0)
-    return y.transpose(1, 2).contiguous()
 
 
 def over_step(q: Tensor, step: Step, layer_id: int, mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from astrai_core import device, discovery
-from astrai_core.policy import OpSpec, _kernel, _observer
+from astrai_core.policy import OpSpec, kernel_for, observer
 
 from . import _sdpa
 from .step import Step
@@ -24,7 +24,7 @@ __all__ = ["AttentionBackend", "CudaBackend", "FlashAttnBackend", "Forward", "To
 Forward = Literal["decode", "prefill"]
 
 FAMILY = "attention"
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (32, 64, 128, 256)
 """Head sizes that the family's attention kernels are made for."""
 
 
@@ -136,12 +136,13 @@ class CudaBackend(AttentionBackend):
         run, why = kernel(op, q.get_device())
         if run is None:
             raise RuntimeError(f"attention: {why}")
-        q, k, v = (x.contiguous() for x in (q, k, v))
         if kv_cache is None:
-            if attn_mask is not None and attn_mask.dim() == 4:
-                attn_mask = attn_mask.squeeze(1)
-            y: Tensor = run(q, k, v, attn_mask, is_causal)
+            if attn_mask is not None:
+                attn_mask = attn_mask.squeeze(1) if attn_mask.dim() == 4 else attn_mask
+                attn_mask = attn_mask.contiguous()
+            y: Tensor = run(q.contiguous(), *_in_rows(k, v), attn_mask, is_causal)
             return y
+        q, k, v = (x.contiguous() for x in (q, k, v))
         step = kv_cache
         size = step.page_size
         if op == "attn_paged_decode":
@@ -274,12 +275,7 @@ def _op(step: Step | None, fwd: Forward | None) -> str:
 
 def kernel(op: str, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
     """An op of the attention family for a device, or why there is none."""
-    return _kernel(OpSpec("attention", FAMILY, op, "ASTR_BACKEND"), gpu)
-
-
-def observer() -> str | None:
-    """What would miss a kernel's call, which passes torch's dispatcher by; None if nothing."""
-    return _observer()
+    return kernel_for(OpSpec("attention", FAMILY, op, "ASTR_BACKEND"), gpu)
 
 
 def _obstacle_in(operands: tuple[Tensor, ...]) -> str | None:
@@ -299,6 +295,19 @@ def _obstacle_in(operands: tuple[Tensor, ...]) -> str | None:
         if tensor.get_device() != place:
             return "operands on different devices"
     return "q is not on a CUDA device" if place < 0 else None
+
+
+def _in_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K and v as the dense kernels take them: one layout, whose rows are whole and on 16 bytes.
+
+    The order of the other dimensions is free: a cache of heads first is read where it lies, and not
+    copied at every token.
+    """
+    strides = k.stride()
+    whole = strides[-1] == 1 and not any(stride % 8 for stride in strides[:-1])
+    if whole and strides == v.stride() and not (k.data_ptr() | v.data_ptr()) % 16:
+        return k, v
+    return k.contiguous(), v.contiguous()
 
 
 @functools.cache

@@ -173,14 +173,35 @@ def _record(
     passed_over: dict[str, str],
 ) -> None:
     q, k, _, step, _, mask, is_causal, fwd = call
-    words = [f"q {recording.shape_of(q)} k, v {recording.shape_of(k)}"]
     # Not how much is cached: each decoded token would have a row of its own.
+    keys = recording.shape_of(k)
+    if step is None and q.dim() == 4 and q.shape[1] == 1:
+        keys = f"[{k.shape[0]}, any, {k.shape[2]}, {k.shape[3]}]"
+    words = [f"q {recording.shape_of(q)} k, v {keys}"]
     words += ["cache"] * (step is not None) + ["mask"] * (mask is not None)
     words += ["causal"] * is_causal + [fwd] * (fwd is not None)
     dtype = str(q.dtype).removeprefix("torch.")
     recording.record(
         reports, "attention", " ".join(words), dtype, str(q.device), chosen, passed_over
     )
+
+
+def note_elsewhere(call: tuple[Any, ...], name: str, reason: str) -> None:
+    """Records a call of attention that a caller gives to something else.
+
+    Args:
+        call: the operands, as `attention` has them.
+        name: what computes it instead, by way of torch.
+        reason: why `attention` cannot.
+
+    Raises:
+        RuntimeError: the context demands a backend, and not torch's.
+    """
+    demanded = demanded_name()
+    if demanded not in ("", TorchNativeBackend.name):
+        raise RuntimeError(f"attention: {demanded} is demanded by attn_backend(): {reason}")
+    if reports := recording.active():
+        _record(reports, call, name, dict.fromkeys(_BACKENDS, reason))
 
 
 def demanded_name() -> str:

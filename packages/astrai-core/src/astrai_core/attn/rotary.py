@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from astrai_core import recording
+from astrai_core.policy import observer
 
-from .backends import FAMILY, kernel, observer
+from .backends import FAMILY, kernel
 
 __all__ = ["apply_rotary_emb"]
 

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads transformers models, and runs their linears and gated MLPs through astrai_core.
+"""Runs linears, gated MLPs and attention of a model through astrai_core, in place.
 
-`read_model` needs nothing but files. `patch` changes no weight and adds none: a module that is
-understood gets another class, a subclass of its own whose `forward` calls `astrai_core.linear` or
-`astrai_core.swiglu`; hooks, state dict, tied weights, `isinstance` and autograd stay as they were,
-and `restore()` gives the old classes back. An attribute `forward` on the instance would do too,
-but it refers back to its module: a deleted model would then keep its memory until the garbage
-collector comes by.
+`patch` changes no weight and adds none: a module that is understood gets another class, a subclass
+of its own whose `forward` calls `astrai_core.linear`, `astrai_core.swiglu` or
+`astrai_core.apply_rotary_emb`; hooks, state dict, tied weights, `isinstance` and autograd stay as
+they were, and `restore()` gives the old classes back. Attention itself is asked for as transformers
+has it, by the implementation that the configuration names. An attribute `forward` on the instance
+would do too, but it refers back to its module: a deleted model would then keep its memory until the
+garbage collector comes by.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import sys
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,16 +23,18 @@ from torch.nn import functional
 
 import astrai_core
 
+from ._register import NAME, register_attention
+from ._rotary import rotary_obstacle, with_rotary
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
     from typing_extensions import Self
 
-__all__ = ["Patch", "patch", "read_model"]
+__all__ = ["Patch", "patch"]
 
 _torch_module: Any = nn.modules.module
-_classes: dict[tuple[type[nn.Module], Callable[..., Any]], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
 @dataclass(frozen=True)
@@ -46,23 +47,33 @@ class Patch:
         linears: names of the linears that call `astrai_core.linear`, `gate_proj` and `up_proj` of
             the MLPs below included, whose product is computed by one `astrai_core.swiglu`.
         mlps: names of the gated MLPs that call `astrai_core.swiglu`.
-        skipped: for each module that looks like a linear or a gated MLP and was left alone, the
-            reason.
+        attentions: names of the attentions that call `astrai_core.apply_rotary_emb` and
+            `astrai_core.attention`.
+        skipped: for each module that looks like one of these and was left alone, the reason.
     """
 
     linears: tuple[str, ...]
     mlps: tuple[str, ...]
+    attentions: tuple[str, ...]
     skipped: Mapping[str, str]
     _modules: dict[str, nn.Module] = field(repr=False)
+    _configs: list[tuple[Any, str]] = field(repr=False)
 
     def restore(self) -> None:
-        """Gives every module its own class back; does nothing the second time.
+        """Undoes the patch; does nothing the second time.
+
+        Every module gets its own class back, and every configuration its implementation of
+        attention, unless another one was set since.
 
         Raises:
             RuntimeError: another library has since replaced the `forward` or the class of some
                 modules (named in the message), so that undoing ours would break theirs; all
                 others are restored. Undo the other change, then call this again.
         """
+        while self._configs:
+            config, before = self._configs.pop()
+            if config._attn_implementation == NAME:  # noqa: SLF001 - it has no public name
+                _set_implementation(config, before)
         for name, module in list(self._modules.items()):
             base = _base_of(module)
             if base is not None:
@@ -82,15 +93,19 @@ class Patch:
 
 
 def patch(model: nn.Module) -> Patch:
-    """Routes a model's linears and gated MLPs through astrai_core, in place.
+    """Routes a model's linears, gated MLPs and attention through astrai_core, in place.
 
     - Every `nn.Linear`, with or without bias, calls `astrai_core.linear`.
     - Every MLP whose forward is Llama's, `down_proj(silu(gate_proj(x)) * up_proj(x))`, without
       bias on `gate_proj` and `up_proj`, calls `astrai_core.swiglu` and then its `down_proj`.
-    - Anything else is left alone; what looks like one of the two is listed in `skipped`.
+    - Every attention of transformers with Llama's rotary embedding calls
+      `astrai_core.apply_rotary_emb`, and, if its configuration says ``sdpa``, which is the default,
+      `astrai_core.attention`: ``attn_implementation`` is then ``astrai`` (`register_attention`).
+    - Anything else is left alone; what looks like one of them is listed in `skipped`.
 
     Whether a kernel or torch computes a call is decided call by call, as everywhere in
-    astrai_core; where torch does, the results are bitwise those of the unpatched model. A module
+    astrai_core. Where torch does, linears and MLPs are bitwise those of the unpatched model, and
+    rotary embedding in bf16 differs by its roundings: one, of what is computed in fp32. A module
     that gains a hook or an adapter later keeps working: its MLP then computes the product from
     its modules, one by one.
 
@@ -110,22 +125,39 @@ def patch(model: nn.Module) -> Patch:
 
     linears: list[str] = []
     mlps: list[str] = []
+    attentions: list[str] = []
     skipped: dict[str, str] = {}
     for name, module in modules.items():
         if hasattr(module, "in_features") and hasattr(module, "out_features"):
             _file(name, _linear_obstacle(module), linears, skipped)
         elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
             _file(name, _mlp_obstacle(module), mlps, skipped)
+        elif all(hasattr(module, part) for part in ("q_proj", "k_proj", "v_proj", "config")):
+            _file(name, _attention_obstacle(module), attentions, skipped)
 
-    forwards = dict.fromkeys(linears, _linear_forward) | dict.fromkeys(mlps, _mlp_forward)
-    for name, forward in forwards.items():
-        modules[name].__class__ = _routed(type(modules[name]), forward)
+    routes = dict.fromkeys(linears, "linear") | dict.fromkeys(mlps, "mlp")
+    routes |= dict.fromkeys(attentions, "attention")
+    for name, route in routes.items():
+        modules[name].__class__ = _routed(type(modules[name]), route)
+    configs: list[tuple[Any, str]] = []
+    for name in attentions:
+        config: Any = modules[name].config
+        if config._attn_implementation != NAME:  # noqa: SLF001 - it has no public name
+            configs.append((config, config._attn_implementation))  # noqa: SLF001
+            _set_implementation(config, NAME)
     return Patch(
         linears=tuple(linears),
         mlps=tuple(mlps),
+        attentions=tuple(attentions),
         skipped=MappingProxyType(skipped),
-        _modules={name: modules[name] for name in forwards},
+        _modules={name: modules[name] for name in routes},
+        _configs=configs,
     )
+
+
+def _set_implementation(config: Any, name: str) -> None:
+    # Its setter would change the configurations inside this one too.
+    config._attn_implementation_internal = name  # noqa: SLF001
 
 
 def _file(name: str, obstacle: str | None, accepted: list[str], skipped: dict[str, str]) -> None:
@@ -169,6 +201,23 @@ def _mlp_obstacle(module: nn.Module) -> str | None:
             return f"{part}: {obstacle}"
         if linear.bias is not None:
             return f"{part} has a bias"
+    return None
+
+
+def _attention_obstacle(module: nn.Module) -> str | None:
+    """Why a module with `q_proj` cannot call our rotary embedding and attention; None if it can."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    obstacle = rotary_obstacle(type(module))
+    if obstacle is not None:
+        return obstacle
+    implementation = getattr(module.config, "_attn_implementation", None)
+    if implementation not in ("sdpa", NAME):
+        return f"its attn_implementation is {implementation}, not sdpa"
+    try:
+        register_attention()
+    except RuntimeError as error:
+        return str(error)
     return None
 
 
@@ -244,19 +293,21 @@ def _has_hooks(module: Any) -> bool:
     )
 
 
-def _routed(base: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """The one subclass of a module's class that computes in our forward."""
-    known = _classes.get((base, forward))
+def _routed(base: type[nn.Module], route: str) -> type[nn.Module]:
+    """The one subclass of a module's class that computes on a route: linear, mlp or attention."""
+    known = _classes.get((base, route))
     if known is not None:
         return known
+    forwards = {"linear": _linear_forward, "mlp": _mlp_forward}
     members = {
         "__module__": __name__,
         "__doc__": f"{base.__name__}, computed by astrai_core.",
         "__reduce_ex__": _reduce,
         "_astrai_base": base,
-        "forward": forward,
+        "_astrai_route": route,
+        "forward": forwards.get(route) or with_rotary(base.forward),
     }
-    return _classes.setdefault((base, forward), type(f"Astrai{base.__name__}", (base,), members))
+    return _classes.setdefault((base, route), type(f"Astrai{base.__name__}", (base,), members))
 
 
 def _base_of(module: nn.Module) -> type[nn.Module] | None:
@@ -265,87 +316,14 @@ def _base_of(module: nn.Module) -> type[nn.Module] | None:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     # The class is made on the fly, so that pickle cannot find it by its name.
-    base = type(self)._astrai_base  # noqa: SLF001 - our own
-    return (_rebuild, (base, type(self).forward), *base.__reduce_ex__(self, protocol)[2:])
+    kind = type(self)
+    base, route = kind._astrai_base, kind._astrai_route  # noqa: SLF001 - our own
+    return (_rebuild, (base, route), *base.__reduce_ex__(self, protocol)[2:])
 
 
-def _rebuild(base: type[nn.Module], forward: Callable[..., Any]) -> nn.Module:
-    kind = _routed(base, forward)
+def _rebuild(base: type[nn.Module], route: str) -> nn.Module:
+    if route == "attention":
+        # Its configuration names what another process need not know yet.
+        register_attention()
+    kind = _routed(base, route)
     return kind.__new__(kind)
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-# The bars that transformers draws, and what they are called here.
-_BARS = {
-    "Converting and de-quantizing GGUF tensors...": "dequantizing tensors",
-    "Loading weights": "placing weights",
-}
-
-
-def read_model(path: Path, progress: Callable[[str, float], None]) -> tuple[Any, Any]:
-    """Reads a causal language model in bfloat16, and its tokenizer, from files alone.
-
-    Args:
-        path: a folder written by transformers, or a GGUF file, which is dequantized.
-        progress: called with the name of a stage and how much of it is done, from 0 to 1:
-            `reading the configuration` (GGUF), `reading the tokenizer`, `preparing weights`,
-            `dequantizing tensors` (GGUF), `placing weights`.
-
-    Returns:
-        Model and tokenizer.
-
-    Raises:
-        Exception: what transformers raises where the files are not a model; there is no list.
-    """
-    transformers = importlib.import_module("transformers")
-    folder = path.absolute()
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    extra: dict[str, Any] = {"dtype": torch.bfloat16}
-    if path.is_file():
-        folder, local["gguf_file"] = folder.parent, path.name
-        progress("reading the configuration", 0.0)
-        extra["config"] = transformers.AutoConfig.from_pretrained(folder, **local)
-        # Otherwise some architectures stay packed, for kernels that transformers would download.
-        if hasattr(transformers, "GgufConfig"):
-            extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    progress("reading the tokenizer", 0.0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
-    progress("preparing weights", 0.0)
-    with _bars_to(progress):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **local, **extra)
-    return model, tokenizer
-
-
-@contextlib.contextmanager
-def _bars_to(progress: Callable[[str, float], None]) -> Iterator[None]:
-    """Reports what transformers would draw; a bar that is not known is drawn as ever."""
-
-    def bar(draw: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        stage = _BARS.get(options.get("desc", ""))
-        if stage is None or not args or not hasattr(args[0], "__len__"):
-            return draw(*args, **options)
-        return _reported(stage, args[0], progress)
-
-    logging = importlib.import_module("transformers.utils.logging")
-    # Dequantizing draws its bar past the hook, in a module that may go once nothing needs it.
-    gguf: Any = None
-    with contextlib.suppress(ImportError):
-        gguf = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    draw = getattr(gguf, "tqdm", None)
-    previous = logging.set_tqdm_hook(bar)
-    try:
-        if draw is not None:
-            gguf.tqdm = lambda *args, **options: bar(draw, args, options)
-        yield
-    finally:
-        logging.set_tqdm_hook(previous)
-        if draw is not None:
-            gguf.tqdm = draw
-
-
-def _reported(stage: str, items: Any, progress: Callable[[str, float], None]) -> Iterator[Any]:
-    progress(stage, 0.0)
-    for number, item in enumerate(items, 1):
-        yield item
-        progress(stage, number / len(items))

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real call of every op, compared with float64: what the doctor does on each device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attn import PagedKVCache, apply_rotary_emb, attention, attn_backend
+from .discovery import find
+from .ops import linear, swiglu
+from .policy import OPS, use
+from .recording import explain
+
+__all__ = ["Check", "checks_on"]
+
+_M, _N, _K = 2, 256, 512
+_BATCH, _KEYS, _HEADS, _KV_HEADS, _HEAD_DIM, _PAGE_SIZE = 2, 33, 4, 2, 64, 16
+
+
+@dataclass(frozen=True)
+class Check:
+    """One real call of an op on a device.
+
+    Attributes:
+        op: name of the op; of attention, the kernel's.
+        device: where it ran.
+        demanded: the implementation that was demanded, ``auto`` if none was.
+        chosen: the implementation that ran, None where the call failed.
+        passed_over: why the other ones did not run.
+        error: what is wrong, None if the result is right.
+        relative_error: root mean square error over that of the float64 reference.
+    """
+
+    op: str
+    device: str
+    demanded: str
+    chosen: str | None
+    passed_over: dict[str, str]
+    error: str | None
+    relative_error: float | None
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A call to make.
+
+    Attributes:
+        op: what the check is called.
+        recorded: what `explain` calls the op.
+        family: the family that has a kernel for it.
+        kernel: what `explain` calls the kernel.
+        call: makes the call on a device; the result, and the same in float64.
+        demand: selects an implementation; None where nothing does.
+    """
+
+    op: str
+    recorded: str
+    family: str
+    kernel: str
+    call: Callable[[torch.device], tuple[Tensor, Tensor]]
+    demand: Callable[[str], Any] | None
+
+
+def checks_on(place: torch.device) -> list[Check]:
+    """The checks of a device.
+
+    Every op is called as it would be by itself, and once more with its kernel demanded where that
+    is there but was not chosen. Attention is called where its family has the kernel in question.
+    """
+    found = []
+    for case in _cases():
+        found.append(_check(case, place, None))
+        other = case.demand is not None and found[-1].chosen != case.kernel
+        if other and _usable(case.family, place):
+            found.append(_check(case, place, case.kernel))
+    return found
+
+
+def _usable(family: str, place: torch.device) -> bool:
+    return place.type == "cuda" and find(family).reason_on(place.index) is None
+
+
+def _cases() -> list[_Case]:
+    calls = {"linear": _linear, "swiglu": _swiglu}
+    cases = [
+        _Case(op, op, spec.family, spec.family, calls[op], _user(op)) for op, spec in OPS.items()
+    ]
+    attentions = {
+        "attn_decode": _decode,
+        "attn_paged_decode": _paged_decode,
+        "attn_prefill": _prefill,
+    }
+    cases += [
+        _Case(op, "attention", "attention", "cuda", call, attn_backend)
+        for op, call in attentions.items()
+    ]
+    cases.append(_Case("rotary_emb", "rotary_emb", "attention", "attention", _rotary, None))
+    return [case for case in cases if case.op in OPS or case.op in find(case.family).ops]
+
+
+def _user(op: str) -> Callable[[str], Any]:
+    return lambda implementation: use(**{op: implementation})
+
+
+def _check(case: _Case, place: torch.device, demanded: str | None) -> Check:
+    where, how = str(place), demanded or "auto"
+    passed_over: dict[str, str] = {}
+    selection: Any = contextlib.nullcontext()
+    try:
+        if demanded is not None and case.demand is not None:
+            selection = case.demand(demanded)
+        with torch.no_grad(), explain() as report, selection:
+            y, exact = case.call(place)
+        row = next(row for row in report.rows if row.op == case.recorded)
+        passed_over = dict(row.passed_over)
+        relative = float((y.double() - exact).norm() / exact.norm())
+    except Exception as error:  # noqa: BLE001 (the report is about whatever went wrong)
+        text = f"{type(error).__name__}: {error}"
+        return Check(case.op, where, how, None, passed_over, text, None)
+    # bf16 operands are exact here; the outputs' roundings are 2^-9 each.
+    wrong = None if relative < 1e-2 else f"relative error {relative:.3g}, expected below 0.01"
+    return Check(case.op, where, how, row.chosen, passed_over, wrong, relative)
+
+
+def _operands(place: torch.device, *shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(s, generator=generator) * scale for s in shapes]
+    return [value.to(place, torch.bfloat16) for value in values]
+
+
+def _linear(place: torch.device) -> tuple[Tensor, Tensor]:
+    x, weight = _operands(place, (_M, _K), (_N, _K), scale=_K**-0.25)
+    return linear(x, weight), x.double() @ weight.double().T
+
+
+def _swiglu(place: torch.device) -> tuple[Tensor, Tensor]:
+    x, up, gate = _operands(place, (_M, _K), (_N, _K), (_N, _K), scale=_K**-0.25)
+    g = x.double() @ gate.double().T
+    return swiglu(x, up, gate), x.double() @ up.double().T * g * torch.sigmoid(g)
+
+
+def _attention_operands(place: torch.device) -> list[Tensor]:
+    heads = (_HEADS, _KV_HEADS, _KV_HEADS)
+    return _operands(place, *((_BATCH, _KEYS, h, _HEAD_DIM) for h in heads))
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, the last query at the last key."""
+    k, v = (x.double().repeat_interleave(_HEADS // _KV_HEADS, 2) for x in (k, v))
+    scores = torch.einsum("blhd,bshd->bhls", q.double(), k) * _HEAD_DIM**-0.5
+    past = k.shape[1] - q.shape[1]
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(past)
+    return torch.einsum("bhls,bshd->blhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def _decode(place: torch.device) -> tuple[Tensor, Tensor]:
+    q, k, v = _attention_operands(place)
+    q = q[:, -1:].contiguous()
+    return attention(q, k, v, fwd="decode"), _exact(q, k, v)
+
+
+def _prefill(place: torch.device) -> tuple[Tensor, Tensor]:
+    q, k, v = _attention_operands(place)
+    return attention(q, k, v, is_causal=True, fwd="prefill"), _exact(q, k, v)
+
+
+def _paged_decode(place: torch.device) -> tuple[Tensor, Tensor]:
+    q, k, v = _attention_operands(place)
+    q = q[:, -1:].contiguous()
+    pages = _BATCH * -(-_KEYS // _PAGE_SIZE)
+    cache = PagedKVCache(1, pages, _PAGE_SIZE, _KV_HEADS, _HEAD_DIM, device=place)
+    seqs = [cache.new_sequence() for _ in range(_BATCH)]
+    cache.begin_step(seqs, _KEYS - 1).write(0, k[:, :-1], v[:, :-1])
+    step = cache.begin_step(seqs, 1)
+    y = attention(q, k[:, -1:], v[:, -1:], step, is_causal=True, fwd="decode")
+    return y, _exact(q, k, v)
+
+
+def _rotary(place: torch.device) -> tuple[Tensor, Tensor]:
+    x, _, _ = _attention_operands(place)
+    rates = 10000.0 ** -torch.linspace(0, 1, _HEAD_DIM // 2)
+    angles = (torch.arange(_KEYS)[:, None] * rates).to(place)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.double().chunk(2, -1)
+    c, s = (angle.double()[:, None] for angle in (cos, sin))
+    exact = torch.cat((a * c - b * s, b * c + a * s), -1)
+    return apply_rotary_emb(x, (cos, sin), interleaved=False), exact

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama of two layers with grouped heads, and what its tests share."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+IDS = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+PADDED = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+
+
+def llama(implementation="sdpa", dtype=torch.float32, **changes):
+    torch.manual_seed(0)
+    config = LlamaConfig(**(SIZES | changes), attn_implementation=implementation)
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def logits(model, ids=IDS, **options):
+    with torch.inference_mode():
+        return model(input_ids=ids, **options).logits.clone()
+
+
+def rows(report, op="attention"):
+    return [row for row in report.rows if row.op == op]
+
+
+def assert_close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
