@@ -360,6 +360,7 @@ def test_a_cache_of_inference_mode_serves_outside_of_it() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_wait_for_the_device() -> None:
     cache = make(device="cuda")
     seq = cache.new_sequence()
