@@ -269,6 +269,30 @@ def gpu(session: nox.Session, package: str) -> None:
         if package == "core":
             install_wheels(session, *(wheel(session, family, "native") for family in FAMILIES))
         pytest(session, folder_of(package), "-p", "kernelkit.no_skips", "-m", "gpu")
+    for program in sorted((folder_of(package) / "csrc" / "tests").glob("*.cu")):
+        check_program(session, folder_of(package), program)
+
+
+def check_program(session: nox.Session, folder: Path, program: Path) -> None:
+    """Compile a family's check program, which needs no Python, for the GPU at hand, and run it."""
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if nvcc is None:
+        session.error(f"{program.name}: no nvcc on PATH and none in CUDACXX")
+    csrc = folder / "csrc"
+    kernels = [
+        path
+        for path in c_sources()
+        if csrc in path.parents
+        and path.suffix in {".cu", ".cpp"}
+        and path.parent.name not in {"bindings", "tests"}
+    ]
+    binary = Path(session.create_tmp()) / program.stem
+    includes = [f"-I{path}" for path in (csrc, folder / "shared_csrc" / "include", program.parent)]
+    session.run(
+        nvcc, "-std=c++17", "-O3", "-arch=native", *includes, program, *kernels, "-o", binary,
+        external=True,
+    )  # fmt: skip
+    session.run(binary, external=True)
 
 
 @nox.session(requires=["torch"], default=False)
