@@ -62,25 +62,12 @@ class TorchExchange {
   // An uninitialised tensor of the dtype and device of `like`. Not by the exchange API's allocator:
   // it turns running out of memory into text, and Tensor.record_stream has no effect on its tensors.
   py::object new_empty(py::handle like, std::initializer_list<int64_t> shape) const {
-    py::tuple sizes(shape.size());
-    size_t index = 0;
-    for (const int64_t size : shape) sizes[index++] = size;
-    PyObject* const arguments[] = {like.ptr(), sizes.ptr()};
-    PyObject* const made = PyObject_VectorcallMethod(new_empty_.ptr(), arguments, 2, nullptr);
-    if (made == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
+    return call_new_empty(like, shape, nullptr);
   }
 
   // The same in fp32.
   py::object new_empty_fp32(py::handle like, std::initializer_list<int64_t> shape) const {
-    py::tuple sizes(shape.size());
-    size_t index = 0;
-    for (const int64_t size : shape) sizes[index++] = size;
-    PyObject* const arguments[] = {like.ptr(), sizes.ptr(), fp32_.ptr()};
-    PyObject* const made =
-        PyObject_VectorcallMethod(new_empty_.ptr(), arguments, 2, dtype_keyword_.ptr());
-    if (made == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
+    return call_new_empty(like, shape, dtype_keyword_.ptr());
   }
 
   // Tells autograd that a tensor was written: a backward that needs what it held before then raises.
@@ -117,6 +104,17 @@ class TorchExchange {
     is_grad_enabled_ = py::object(py::module_::import("torch").attr("is_grad_enabled")).release();
     increment_version_ =
         py::object(py::module_::import("torch.autograd.graph").attr("increment_version")).release();
+  }
+
+  py::object call_new_empty(py::handle like, std::initializer_list<int64_t> shape,
+                            PyObject* fp32_keyword) const {
+    py::tuple sizes(shape.size());
+    size_t index = 0;
+    for (const int64_t size : shape) sizes[index++] = size;
+    PyObject* const arguments[] = {like.ptr(), sizes.ptr(), fp32_.ptr()};
+    PyObject* const made = PyObject_VectorcallMethod(new_empty_.ptr(), arguments, 2, fp32_keyword);
+    if (made == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
   }
 
   // A subclass that dispatches (fake tensors, distributed and quantized ones) gives its storage a
