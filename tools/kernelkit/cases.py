@@ -28,6 +28,19 @@ HIDDEN_SIZES = (576, 2048, 4096, 8192)
 # (batch, seq): decode steps, then prompts whose queries of 32 heads are 64 and 128 MiB.
 ROTARY_TOKENS = ((1, 1), (16, 1), (1, 8192), (2, 8192))
 
+# (batch, kv_len, q_heads, kv_heads, head_dim) of decode steps.
+DECODE_SHAPES = (
+    (1, 512, 32, 8, 128),
+    (1, 1024, 32, 8, 128),
+    (1, 4096, 32, 8, 128),
+    (1, 16384, 32, 8, 64),
+    (8, 1024, 32, 8, 128),
+    (16, 4096, 32, 8, 128),
+    (64, 2048, 32, 8, 128),
+    (1, 131072, 32, 8, 128),
+)
+DECODE_PAGES = (1, 16, 128)
+
 
 @dataclass(frozen=True)
 class GemvCase:
@@ -116,6 +129,40 @@ class RotaryCase:
     def bytes_moved(self) -> int:
         """Bytes that must be read and written once: x, cos, sin; the result."""
         return 4 * self.seq * self.head_dim * (self.batch * self.heads + 1)
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """Attention of one query token of each of `batch` sequences, of `kv_len` tokens each.
+
+    `page` is the number of tokens of a page, 0 for contiguous K and V.
+    """
+
+    batch: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    page: int = 0
+
+    @property
+    def label(self) -> str:
+        """The `case` of a benchmark row."""
+        return (
+            f"B={self.batch},kv={self.kv_len},hq={self.q_heads},hk={self.kv_heads},"
+            f"d={self.head_dim},page={self.page}"
+        )
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that must be read and written once: K and V; q and the result."""
+        heads = self.kv_len * self.kv_heads + self.q_heads
+        return 4 * self.batch * heads * self.head_dim
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products."""
+        return 4 * self.batch * self.kv_len * self.q_heads * self.head_dim
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 
 A figure is the time per node of a CUDA graph whose operands come from HBM; see kernelkit.timing.
 Providers: `astrai`, `torch` (unfused torch ops), and `copy` (torch's copy of the same tensor: what
-the memory system gives).
+the memory system gives); for decode `cudnn` and `flash` (of scaled_dot_product_attention, over the
+same tensors), and over pages `flashinfer`, where it is installed: the faster of its two kernels.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from astrai_attention import rotary_emb
+from astrai_attention import attn_decode, attn_paged_decode, rotary_emb
 from kernelkit import reference, timing
-from kernelkit.cases import ROTARY_TOKENS, RotaryCase
+from kernelkit.cases import DECODE_PAGES, DECODE_SHAPES, ROTARY_TOKENS, DecodeCase, RotaryCase
 from kernelkit.results import Environment, Row, merge, results_path
 
 BF16 = torch.bfloat16
@@ -87,6 +90,119 @@ def bench_rotary(env: Environment) -> Iterator[Row]:
                     )
 
 
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+Decode = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def exact_decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one sequence in float64: q ``[q_heads, head_dim]``, k ``[kv_len, ...]``."""
+    queries = q.double().unflatten(0, (k.shape[1], -1))
+    scores = torch.einsum("kgd,lkd->kgl", queries, k.double()) * q.shape[-1] ** -0.5
+    return torch.einsum("kgl,lkd->kgd", scores.softmax(-1), v.double()).flatten(0, 1)
+
+
+def sdpa_decode(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
+def paged_decode(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    return attn_paged_decode(q, k, v, table, lengths, page_size=k.shape[1])
+
+
+def flashinfer_decode(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return run(q[:, 0], (k, v))[:, None]
+
+
+def flashinfer_decodes(case: DecodeCase, table: Tensor) -> list[Decode]:
+    """Its kernels, planned for the case; none where it is not installed."""
+    try:
+        import flashinfer
+    except ImportError:
+        return []
+    decodes: list[Decode] = []
+    for tensor_cores in (False, True):
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.zeros(256 << 20, device="cuda", dtype=torch.uint8),
+            "NHD",
+            use_tensor_cores=tensor_cores,
+        )
+        pages = table.shape[1]
+        wrapper.plan(
+            torch.arange(case.batch + 1, device="cuda", dtype=torch.int32) * pages,
+            table.flatten(),
+            torch.full((case.batch,), case.page, device="cuda", dtype=torch.int32),
+            case.q_heads,
+            case.kv_heads,
+            case.head_dim,
+            case.page,
+            q_data_type=BF16,
+            kv_data_type=BF16,
+        )
+        decodes.append(partial(flashinfer_decode, wrapper.run))
+    return decodes
+
+
+def decode_row(
+    env: Environment,
+    case: DecodeCase,
+    provider: str,
+    decodes: list[Decode],
+    sets: list[tuple[Tensor, Tensor, Tensor]],
+    ref: Tensor,
+) -> Row:
+    """Of the fastest of `decodes`."""
+    times = [timing.node_time_us([partial(decode, *x) for x in sets]) for decode in decodes]
+    best = min(range(len(decodes)), key=times.__getitem__)
+    return env.row(
+        "attention",
+        "attn_paged_decode" if case.page else "attn_decode",
+        case.label,
+        provider,
+        times[best],
+        bytes_moved=case.bytes_moved,
+        flops=case.flops,
+        error=max_error(decodes[best](*sets[0])[0, 0], ref),
+    )
+
+
+def bench_decode(env: Environment) -> Iterator[Row]:
+    """Contiguous K and V, then the same memory as pages in random order."""
+    for shape in DECODE_SHAPES:
+        case = DecodeCase(*shape)
+        batch, kv_len, q_heads, kv_heads, head_dim = shape
+        kv = (batch, kv_len, kv_heads, head_dim)
+        sets = [
+            (randn(batch, 1, q_heads, head_dim), randn(*kv), randn(*kv))
+            for _ in range(timing.operand_sets(case.bytes_moved))
+        ]
+        q, k, v = (x[0] for x in sets[0])
+        ref = exact_decode(q[0], k, v)
+        contiguous: dict[str, Decode] = {
+            "astrai": attn_decode,
+            **{name: partial(sdpa_decode, backend) for name, backend in SDPA.items()},
+        }
+        for provider, decode in contiguous.items():
+            yield decode_row(env, case, provider, [decode], sets, ref)
+        for page in DECODE_PAGES:
+            case = DecodeCase(*shape, page)
+            pool = (-1, page, kv_heads, head_dim)
+            paged = [(q, k.view(pool), v.view(pool)) for q, k, v in sets]
+            table = torch.randperm(batch * kv_len // page, device="cuda", dtype=torch.int32)
+            table = table.view(batch, -1)
+            lengths = torch.full((batch,), kv_len, device="cuda", dtype=torch.int32)
+            k, v = (x[table[0].long()].flatten(0, 1) for x in paged[0][1:])
+            ref = exact_decode(q[0], k, v)
+            over_pages: dict[str, list[Decode]] = {
+                "astrai": [partial(paged_decode, table=table, lengths=lengths)],
+                "flashinfer": flashinfer_decodes(case, table),
+            }
+            for provider, decodes in over_pages.items():
+                if decodes:
+                    yield decode_row(env, case, provider, decodes, paged, ref)
+
+
 def bench_host(env: Environment) -> Iterator[Row]:
     """Host time of one eager call: a small problem, so that the launch queue never fills."""
     x, angle = randn(1, 1, 32, 128), torch.rand(1, 64, device="cuda")
@@ -106,6 +222,7 @@ def bench_host(env: Environment) -> Iterator[Row]:
 
 
 BENCHMARKS = {
+    "decode": bench_decode,
     "rotary": bench_rotary,
     "host": bench_host,
 }
@@ -126,7 +243,7 @@ def main() -> None:
             for row in BENCHMARKS[name](env):
                 rows.append(row)
                 print(
-                    f"{row.op:13} {row.case:36} {row.provider:8} {row.median_us:9.2f} us",
+                    f"{row.op:17} {row.case:42} {row.provider:10} {row.median_us:9.2f} us",
                     flush=True,
                 )
             merge(results_path(args.results, env.gpu, "attention"), rows)

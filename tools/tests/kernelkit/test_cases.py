@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from kernelkit.cases import CHAINS, GemvCase, NormCase, RotaryCase, SwigluCase
+from kernelkit.cases import CHAINS, DecodeCase, GemvCase, NormCase, RotaryCase, SwigluCase
 
 
 def test_labels_and_counts():
@@ -14,6 +14,10 @@ def test_labels_and_counts():
     rotary = RotaryCase(2, 3, 5, 16, interleaved=True)
     assert rotary.label == "B=2,S=3,H=5,d=16,interleaved"
     assert rotary.bytes_moved == 2 * 2 * (2 * 3 * 5 * 16) + 2 * 4 * (3 * 8)
+    decode = DecodeCase(2, 7, 6, 3, 32, page=16)
+    assert decode.label == "B=2,kv=7,hq=6,hk=3,d=32,page=16"
+    assert decode.bytes_moved == 2 * (2 * (2 * 7 * 3 * 32) + 2 * (2 * 6 * 32))
+    assert decode.flops == 2 * 6 * (2 * 7 * 32 + 2 * 7 * 32)
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda c: c.model)

@@ -30,6 +30,14 @@ def test_the_page_holds_times_and_geometric_means(folder: Path) -> None:
     assert "| M=1,N=64,K=8 | 8.0 | 4.0 |  |" in page
 
 
+def test_what_was_not_measured_has_no_section_and_no_mean(tmp_path: Path) -> None:
+    rows = [ENV.row("attention", "attn_paged_decode", "B=1", "astrai", 8.0)]
+    merge(results_path(tmp_path, ENV.gpu, "attention"), rows)
+    page = report.render(tmp_path)
+    assert "### attn_paged_decode\n\n| case | flashinfer | astrai |" in page
+    assert "Geometric mean" not in page and "### rotary_emb" not in page
+
+
 def test_check_finds_a_page_that_was_edited(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ using astrai::concat;
 using astrai::DType;
 using astrai::TensorView;
 using astrai::TorchExchange;
+using astrai::TypeError;
 using astrai::ValueError;
 namespace attention = astrai::attention;
 
@@ -79,11 +80,17 @@ attention::DecodeMask mask_of(const TensorView& mask, int64_t batch, int64_t len
 }
 
 float scale_log2(py::handle scale, int64_t head_dim) {
-  const double value =
-      scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(head_dim)) : scale.cast<double>();
-  if (!std::isfinite(value))
-    throw ValueError(concat("scale: expected a finite number, got ", value));
-  return static_cast<float>(value * 1.4426950408889634);
+  constexpr double kLog2E = 1.4426950408889634;
+  if (scale.is_none()) return static_cast<float>(kLog2E / std::sqrt(static_cast<double>(head_dim)));
+  const double value = PyFloat_AsDouble(scale.ptr());
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw TypeError(concat("scale: expected a number, got ", Py_TYPE(scale.ptr())->tp_name));
+  }
+  const float in_log2 = static_cast<float>(value * kLog2E);
+  if (!std::isfinite(in_log2))
+    throw ValueError(concat("scale: expected a number that is finite in fp32, got ", value));
+  return in_log2;
 }
 
 // The caller's `out` or a fresh one, and the log-sum-exp where it is asked for.
@@ -137,10 +144,9 @@ class Result {
 
 template <class Params>
 py::object run(Params& params, py::handle q_object, const TensorView& q, const Queries& shape,
-               int64_t kv_heads, int64_t max_length, py::handle scale, Result& result) {
+               int64_t kv_heads, int64_t max_length, Result& result) {
   params.q = q.data<Bf16>();
   params.q_stride = {q.stride(0), q.stride(2)};
-  params.scale_log2 = scale_log2(scale, shape.head_dim);
   params.max_length = static_cast<int>(max_length);
   params.kv_heads = static_cast<int>(kv_heads);
   params.group = static_cast<int>(shape.heads / kv_heads);
@@ -188,6 +194,7 @@ py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle m
     mask.emplace(torch.view("mask", mask_));
     params.mask = mask_of(*mask, shape.batch, k.size(1));
   }
+  params.scale_log2 = scale_log2(scale, shape.head_dim);
   Result result(out_, q_, q, with_lse);
   for (const TensorView* input : {&q, &k, &v}) result.expect_disjoint(*input);
   if (mask) result.expect_disjoint(*mask);
@@ -199,7 +206,7 @@ py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle m
   result.expect_same_device();
   params.kv = {k.data<Bf16>(), v.data<Bf16>(), k.stride(0),
                k.stride(1),    k.stride(2),    static_cast<int>(k.size(1))};
-  return run(params, q_, q, shape, k.size(2), k.size(1), scale, result);
+  return run(params, q_, q, shape, k.size(2), k.size(1), result);
 }
 
 py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::handle table_,
@@ -235,6 +242,7 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
     throw ValueError("new_k, new_v: expected both or neither");
   std::optional<TensorView> new_k, new_v;
   attention::DecodeParams<attention::PagedKv> params{};
+  params.scale_log2 = scale_log2(scale, shape.head_dim);
   Result result(out_, q_, q, with_lse);
   for (const TensorView* input : {&q, &k, &v, &table, &lengths}) result.expect_disjoint(*input);
   if (!new_k_.is_none()) {
@@ -281,7 +289,7 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
   params.kv = {k.data<Bf16>(),   v.data<Bf16>(),    k.stride(0),     k.stride(1),
                k.stride(2),      table.data<int>(), table.stride(0), lengths.data<int>(),
                /*ragged=*/false, page_shift};
-  py::object made = run(params, q_, q, shape, kv_heads, table.size(1) * page_size, scale, result);
+  py::object made = run(params, q_, q, shape, kv_heads, table.size(1) * page_size, result);
   if (new_k) {
     torch.mark_written(k_);
     torch.mark_written(v_);

@@ -56,9 +56,14 @@ def _unreachable_backward(ctx: Any, *grads: Any) -> None:
     raise AssertionError("setup_context raised before a backward could be recorded")
 
 
-def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def register(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    layout: torch.Tag = torch.Tag.needs_fixed_stride_order,
+) -> None:
     name = schema.partition("(")[0]
-    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, layout))
     _lib.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"astrai_attention::{name}", fake, lib=_lib)
     if "!" not in schema:
@@ -70,25 +75,25 @@ def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
         )
 
 
-_register(
+register(
     "rotary_emb(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
     lambda x, cos, sin, interleaved: native.rotary_emb(x, cos, sin, interleaved, None),
     _fake_rotary,
 )
-_register(
+register(
     "rotary_emb_out(Tensor x, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out) -> ()",
     lambda x, cos, sin, pairs, out: (native.rotary_emb(x, cos, sin, pairs, out), None)[1],
     _fake_out,
 )
 # An argument that is written is declared once: `out` may not alias `x` in the operator above.
-_register(
+register(
     "rotary_emb_(Tensor(a!) x, Tensor cos, Tensor sin, bool interleaved) -> ()",
     lambda x, cos, sin, pairs: (native.rotary_emb(x, cos, sin, pairs, x), None)[1],
     _fake_out,
 )
 
 
-def _refuse_grad(*tensors: Tensor | None) -> None:
+def refuse_grad(*tensors: Tensor | None) -> None:
     # The operators that write into an argument cannot register a backward that raises.
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(_NO_BACKWARD)
@@ -97,7 +102,7 @@ def _refuse_grad(*tensors: Tensor | None) -> None:
 def rotary_emb(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None
 ) -> Tensor:
-    _refuse_grad(x, cos, sin, out)
+    refuse_grad(x, cos, sin, out)
     if out is None:
         result: Tensor = torch.ops.astrai_attention.rotary_emb(x, cos, sin, interleaved)
         return result

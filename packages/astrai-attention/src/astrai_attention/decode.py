@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
+from . import _decode_library
 from ._native import native
 
 __all__ = ["attn_decode", "attn_paged_decode"]
@@ -49,10 +51,11 @@ def attn_decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale * q k^T) v`` for one token of each sequence, over contiguous K and V.
 
-    Query head ``h`` attends to KV head ``h * kv_heads // q_heads``. bf16 operands, products and sums
-    in fp32, probabilities rounded to bf16 before they meet V, one rounding of the result. The sums
-    are merged in a fixed order: two runs are bitwise equal. Runs on torch's current stream and may
-    be captured into a CUDA graph. Online softmax and split K/V: Flash-Decoding, Dao et al., 2023.
+    Query head ``h`` attends to KV head ``h * kv_heads // q_heads``. bf16 operands, products and
+    sums in fp32, probabilities rounded to bf16 before they meet V, one rounding of the result. The
+    sums are merged in a fixed order: two runs are bitwise equal. Runs on torch's current stream and
+    may be captured into a CUDA graph. Online softmax and split K/V: Flash-Decoding, Dao et al.,
+    2023.
 
     Args:
         q: ``[batch, 1, q_heads, head_dim]``, bf16, head_dim 32, 64, 128 or 256.
@@ -77,6 +80,8 @@ def attn_decode(
             grad is enabled, or an error of the CUDA runtime.
     """
     del is_causal
+    if torch.compiler.is_compiling():
+        return _decode_library.attn_decode(q, k, v, mask, scale, return_lse, out)
     result: Tensor | tuple[Tensor, Tensor] = native.attn_decode(
         q, k, v, mask, scale, return_lse, out
     )
@@ -145,7 +150,9 @@ def attn_paged_decode(
         new_k: ``[batch, 1, kv_heads, head_dim]``, bf16, already rotated: the K at position
             ``seq_lens - 1``, which is stored in the pool, and read from here.
         new_v: likewise V; both or neither.
-        scale, return_lse, out: as for `attn_decode`.
+        scale: as for `attn_decode`.
+        return_lse: likewise.
+        out: likewise.
 
     Returns:
         As `attn_decode`.
@@ -153,6 +160,10 @@ def attn_paged_decode(
     Raises:
         ValueError, TypeError, RuntimeError: as `attn_decode`.
     """
+    if torch.compiler.is_compiling():
+        return _decode_library.attn_paged_decode(
+            q, k_pool, v_pool, page_table, seq_lens, page_size, new_k, new_v, scale, return_lse, out
+        )
     result: Tensor | tuple[Tensor, Tensor] = native.attn_paged_decode(
         q, k_pool, v_pool, page_table, seq_lens, page_size, new_k, new_v, scale, return_lse, out
     )
