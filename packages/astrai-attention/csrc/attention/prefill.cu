@@ -11,8 +11,7 @@ namespace {
 template <int kHeadDim, bool kMasked, class Schedule, class Kv>
 void launch_instance(const PrefillParams<Schedule, Kv>& params, const PrefillPlan& plan, int device,
                      cudaStream_t stream) {
-  constexpr const char* kWhat =
-      std::is_same_v<Kv, PagedKv> ? "attn_paged_prefill" : "attn_prefill";
+  constexpr const char* kWhat = std::is_same_v<Kv, PagedKv> ? "attn_paged_prefill" : "attn_prefill";
   auto* kernel = prefill_kernel<kHeadDim, Schedule, Kv, kMasked>;
   // The opt-in is per kernel and device, and costs a microsecond: once is enough.
   static std::atomic<bool> opted_in[kMaxDevices];

@@ -46,12 +46,9 @@ constexpr int kPrefillArch = __CUDA_ARCH__ / 10;
 constexpr int kPrefillArch = 80;
 #endif
 
-// How far, in powers of 2, a score may exceed its row's reference before the reference moves.
-constexpr float kPrefillSlack = 8.0f;
-
-template <int kHeadDim>
+template <int kHeadDim, bool kMasked>
 struct PrefillShape {
-  static constexpr PrefillTile kTile = prefill_tile(kPrefillArch, kHeadDim);
+  static constexpr PrefillTile kTile = prefill_tile(kPrefillArch, kHeadDim, kMasked);
   static constexpr int kWarpRows = kTile.warp_rows;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;
@@ -59,8 +56,8 @@ struct PrefillShape {
   static constexpr int kKeyTiles = kBlockN / 8;     // of keys,
   static constexpr int kDimTiles = kHeadDim / 8;    // of head_dim
   static constexpr int kRowBytes = 2 * kHeadDim;
-  static constexpr int kPieces = kHeadDim / 8;           // 16-byte pieces of a row
-  static constexpr int kRowsAtOnce = 32 / kPieces;       // that a warp copies
+  static constexpr int kPieces = kHeadDim / 8;               // 16-byte pieces of a row
+  static constexpr int kRowsAtOnce = 32 / kPieces;           // that a warp copies
   static constexpr int kCopyRows = kBlockN / kPrefillWarps;  // of a warp, of K or V
   static constexpr int kQBytes = kTile.block_m() * kRowBytes;
   static constexpr int kKvBytes = kBlockN * kRowBytes;  // of K or V; a stage is K, then V
@@ -68,92 +65,104 @@ struct PrefillShape {
   static_assert(kCopyRows % kRowsAtOnce == 0 && kCopyRows <= 32 && kBlockN % 16 == 0);
 };
 
+// What a warp needs seldom, kept in shared memory while the registers are full.
+struct WarpPlace {
+  int64_t out, lse;           // where its first row's results go, in elements
+  const int* pages;           // of its sequence
+  const __nv_bfloat16* pool;  // K of its head in page 0
+  const uint8_t* mask;        // of its first row
+  int count;                  // rows that exist; 0 or less: none
+};
+static_assert(kPrefillWarps * sizeof(WarpPlace) == kPrefillPlaceBytes);
+
 // Copies the rows of K and V that a warp brings of each step: kCopyRows that follow one another.
-template <int kHeadDim, class Kv>
+template <int kHeadDim, class Kv, bool kMasked>
 struct KvLoader {
-  using Shape = PrefillShape<kHeadDim>;
+  using Shape = PrefillShape<kHeadDim, kMasked>;
   static constexpr bool kPaged = std::is_same_v<Kv, PagedKv>;
+  static constexpr int kStep = Shape::kRowsAtOnce;
 
   const Kv& kv;
-  const __nv_bfloat16* k;  // of the sequence where contiguous, and the head; this lane's piece
-  const __nv_bfloat16* v;
-  const int* pages;
+  const __nv_bfloat16* k;  // contiguous: this lane's piece of the first row that it copies
+  const WarpPlace& warp_place;
   const int kv_len;
-  const int lane_row;  // of the step: the first that this lane copies
-  const int own_row;   // of the step: the one whose page this lane looks up
-  const uint32_t place;
-  int64_t offset;  // contiguous: of lane_row; paged: of own_row
-  int page;        // of own_row in the step after `offset`'s
-  int position;    // of lane_row
+  const int lane_row;    // of the step: the first that this lane copies
+  const int own_row;     // of the step: the one whose page this lane looks up
+  const uint32_t place;  // in a tile, of this lane's piece of lane_row
+  int64_t offset;        // paged: of own_row
+  int page;              // of own_row in the step after `offset`'s
 
-  __device__ __forceinline__ KvLoader(const Kv& kv, int batch, int head, int kv_len, int warp,
-                                      int lane)
+  __device__ __forceinline__ KvLoader(const Kv& kv, const WarpPlace& warp_place, int batch,
+                                      int head, int kv_len, int warp, int lane)
       : kv(kv),
+        warp_place(warp_place),
         kv_len(kv_len),
         lane_row(warp * Shape::kCopyRows + lane / Shape::kPieces),
         own_row(warp * Shape::kCopyRows + lane % Shape::kCopyRows),
         place(tile_offset<Shape::kRowBytes>(lane_row, lane % Shape::kPieces)) {
-    const int64_t first = head * kv.head_stride + lane % Shape::kPieces * 8;
-    k = kv.k + first;
-    v = kv.v + first;
     if constexpr (kPaged) {
-      pages = kv.page_table + batch * kv.table_stride;
       page = look_up(own_row);
+      locate(0);
     } else {
-      k += batch * kv.batch_stride;
-      v += batch * kv.batch_stride;
+      k = kv.k + kv.row(batch, head, lane_row) + lane % Shape::kPieces * 8;
     }
   }
 
   __device__ __forceinline__ int look_up(int row) const {
-    if constexpr (kPaged) return row < kv_len ? pages[row >> kv.page_shift] : 0;
-    return 0;
+    return row < kv_len ? __ldca(warp_place.pages + (row >> kv.page_shift)) : 0;
   }
 
-  // Turns to the step that begins at key `begin`; steps follow one another.
-  __device__ __forceinline__ void aim(int begin) {
-    position = begin + lane_row;
-    if constexpr (kPaged) {
-      const int row = begin + own_row;
-      offset = page * kv.page_stride + (row & ((1 << kv.page_shift) - 1)) * kv.token_stride;
-      page = look_up(row + Shape::kBlockN);
-    } else {
-      offset = position * kv.token_stride;
-    }
+  __device__ __forceinline__ void locate(int begin) {
+    const int row = begin + own_row;
+    offset = page * kv.page_stride + (row & ((1 << kv.page_shift) - 1)) * kv.token_stride;
+    page = look_up(row + Shape::kBlockN);
   }
 
-  // K into `smem` and V behind it, or one of them.
+  // From the step before to the one that begins at key `begin`.
+  __device__ __forceinline__ void advance(int begin) {
+    if constexpr (kPaged)
+      locate(begin);
+    else
+      k += Shape::kBlockN * kv.token_stride;
+  }
+
+  // K of the step that begins at key `begin` into `smem` and V behind it, or one of them.
   template <bool kK, bool kV>
-  __device__ __forceinline__ void copy(uint32_t smem) const {
-    constexpr int kStep = Shape::kRowsAtOnce;
+  __device__ __forceinline__ void copy(int begin, uint32_t smem) const {
+    // V not by a pointer of its own, for which registers are too few.
+    const int64_t to_v = reinterpret_cast<const char*>(kv.v) - reinterpret_cast<const char*>(kv.k);
+    const __nv_bfloat16* base = k;
+    if constexpr (kPaged) base = warp_place.pool + threadIdx.x % Shape::kPieces * 8;
+    const __nv_bfloat16* from = base;
 #pragma unroll
     for (int row = 0; row < Shape::kCopyRows; row += kStep) {
-      int64_t at = offset + row * kv.token_stride;
-      if constexpr (kPaged) at = __shfl_sync(0xffffffffu, offset, lane_row % Shape::kCopyRows + row);
-      const bool valid = position + row < kv_len;
+      if constexpr (kPaged)
+        from = base + __shfl_sync(0xffffffffu, offset, lane_row % Shape::kCopyRows + row);
+      const bool valid = begin + lane_row + row < kv_len;
       const uint32_t to =
           smem + (place ^ (swizzle_key<Shape::kRowBytes>(row) << 4)) + row * Shape::kRowBytes;
-      if constexpr (kK) cp_async_16_or_zero(to, k + at, valid);
-      if constexpr (kV) cp_async_16_or_zero(to + Shape::kKvBytes, v + at, valid);
+      if constexpr (kK) cp_async_16_or_zero(to, from, valid);
+      if constexpr (kV)
+        cp_async_16_or_zero(to + Shape::kKvBytes, reinterpret_cast<const char*>(from) + to_v,
+                            valid);
+      if constexpr (!kPaged) from += kStep * kv.token_stride;
     }
   }
 };
 
-// What of the keys a warp's rows may see.
+// The rows of a warp: consecutive queries of one head.
 struct WarpRows {
-  int first;   // query of row 0
-  int q_len;   // of the sequence
+  int visible;  // keys that row 0 may see, as far as there are so many; row i may see i more
   int kv_len;
-  int before;  // query i sees before + i + 1 keys, and at most kv_len
 
-  __device__ __forceinline__ int limit(int row) const { return min(kv_len, before + first + row + 1); }
+  __device__ __forceinline__ int limit(int row) const { return min(kv_len, visible + row); }
 };
 
-// The state of a softmax, for rows lane / 4 and lane / 4 + 8 of each MMA tile. `reference` is at most
-// kPrefillSlack above or below the scores' maximum, -inf before the first key; `sum` is the lane's part.
-template <int kHeadDim>
+// The state of a softmax, for rows lane / 4 and lane / 4 + 8 of each MMA tile. Scores exceed `reference`,
+// which is one of them, by at most the slack; it is -inf before the first key. `sum` is the lane's part.
+template <int kHeadDim, bool kMasked>
 struct WarpState {
-  using Shape = PrefillShape<kHeadDim>;
+  using Shape = PrefillShape<kHeadDim, kMasked>;
   float out[Shape::kRowTiles][Shape::kDimTiles][4];
   float score[Shape::kRowTiles][Shape::kKeyTiles][4];
   float reference[Shape::kRowTiles][2];
@@ -199,42 +208,68 @@ struct WarpState {
         ldmatrix_x4(k, pieces_on(k_lane, 2 * dims) + n * 8 * Shape::kRowBytes);
 #pragma unroll
         for (int m = 0; m < Shape::kRowTiles; ++m) {
-          const uint32_t(&a)[4] = q[slot][m];
-          mma_m16n8k16_bf16(score[m][n], a[0], a[1], a[2], a[3], k[0], k[1]);
-          mma_m16n8k16_bf16(score[m][n + 1], a[0], a[1], a[2], a[3], k[2], k[3]);
+          const uint32_t (&a)[4] = q[slot][m];
+          mma_m16n8k16_bf16(score[m][n], a[0], a[1], a[2], a[3], k[0], k[2]);
+          mma_m16n8k16_bf16(score[m][n + 1], a[0], a[1], a[2], a[3], k[1], k[3]);
         }
       }
     }
   }
 
-  // Scores of keys that a row may not see become -inf.
-  template <bool kMasked>
-  __device__ __forceinline__ void apply_mask(const WarpRows& rows, const KeyMask& mask, int batch,
-                                             int begin, int lane) {
+  // The mask's bytes for the scores of a step, as bits: those of row half h of tile m from bit 16 * h
+  // of keep[m] on. Before the scores are computed, while there are registers for the loads.
+  __device__ __forceinline__ void load_mask(const WarpRows& rows, int64_t row_stride,
+                                            const WarpPlace& place, int begin, int lane,
+                                            uint32_t (&keep)[Shape::kRowTiles]) const {
+#pragma unroll
+    for (int m = 0; m < Shape::kRowTiles; ++m) {
+      keep[m] = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = m * 16 + half * 8 + lane / 4;
+        __syncwarp();  // one row's loads at a time, for want of registers
+        const int key = begin + lane % 4 * 2;
+        const uint8_t* bytes = place.mask + row * row_stride + key;
+        // The mask has no rows past the last query; what becomes of them is not stored.
+        const int left = row < place.count ? rows.kv_len - key : 0;
+#pragma unroll
+        for (int n = 0; n < Shape::kKeyTiles; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (n * 8 + i < left && __ldca(bytes + n * 8 + i) != 0)
+              keep[m] |= 1u << (16 * half + 2 * n + i);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void apply_mask(const uint32_t (&keep)[Shape::kRowTiles]) {
+    static_assert(Shape::kKeyTiles <= 8);
+#pragma unroll
+    for (int m = 0; m < Shape::kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < Shape::kKeyTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if ((keep[m] & 1u << (i / 2 * 16 + 2 * n + i % 2)) == 0) score[m][n][i] = -INFINITY;
+  }
+
+  // Scores of keys past what a row may see become -inf.
+  __device__ __forceinline__ void apply_limits(const WarpRows& rows, int begin, int lane) {
 #pragma unroll
     for (int m = 0; m < Shape::kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = m * 16 + half * 8 + lane / 4;
-        // Rows past the last query are not stored: nothing is read for them.
-        const int limit = rows.first + row < rows.q_len ? rows.limit(row) : 0;
-        const uint8_t* keep = mask.data + batch * mask.batch_stride +
-                              (rows.first + row) * mask.row_stride;
+        const int limit = rows.limit(m * 16 + half * 8 + lane / 4) - begin - lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < Shape::kKeyTiles; ++n)
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int key = begin + n * 8 + lane % 4 * 2 + i;
-            bool seen = key < limit;
-            if constexpr (kMasked) seen = seen && keep[key * mask.key_stride] != 0;
-            if (!seen) score[m][n][2 * half + i] = -INFINITY;
-          }
+          for (int i = 0; i < 2; ++i)
+            if (n * 8 + i >= limit) score[m][n][2 * half + i] = -INFINITY;
       }
   }
 
   // Moves the references, and what was summed relative to them, where scores have outgrown them.
-  __device__ __forceinline__ void raise_references(float scale_log2) {
-    const float slack = kPrefillSlack / scale_log2;
+  __device__ __forceinline__ void raise_references(float scale_log2, float slack) {
     float top[Shape::kRowTiles][2];
     bool outgrown = false;
 #pragma unroll
@@ -327,16 +362,25 @@ struct WarpState {
   }
 };
 
+// Not kept in registers across the main loop.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 template <int kHeadDim, class Schedule, class Kv, bool kMasked>
 __global__ void __launch_bounds__(kPrefillThreads, kPrefillCtasPerSm)
     prefill_kernel(const __grid_constant__ PrefillParams<Schedule, Kv> p) {
-  using Shape = PrefillShape<kHeadDim>;
+  using Shape = PrefillShape<kHeadDim, kMasked>;
   constexpr int kRowBytes = Shape::kRowBytes;
+  constexpr bool kPaged = std::is_same_v<Kv, PagedKv>;
   extern __shared__ __align__(1024) unsigned char prefill_smem[];
 
   pdl_launch_dependents();
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
+  // Known to be uniform, it spares the shuffles for pages their slow paths.
+  const int warp = kPaged ? __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) : threadIdx.x / 32;
   const uint32_t q_tile = smem_address(prefill_smem) + warp * Shape::kWarpRows * kRowBytes;
   const uint32_t kv_tiles = smem_address(prefill_smem) + Shape::kQBytes;
 
@@ -348,41 +392,53 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillCtasPerSm)
   const int per_head = kPrefillWarps >> p.heads_shift;
   const int head = (work.group << p.heads_shift) + warp / per_head;
   const int kv_len = p.kv.kv_len(work.batch);
+  const int first = work.row + warp % per_head * Shape::kWarpRows;  // query of the warp's row 0
+  const int count = min(Shape::kWarpRows, work.q_len - first);
+  // Keys that any row of the CTA may see: the last row sees most.
+  const int past = min(work.row + per_head * Shape::kWarpRows, work.q_len);
+  const int keys = p.causal ? kv_len - work.q_len + past : kv_len;
   WarpRows rows;
-  rows.first = work.row + warp % per_head * Shape::kWarpRows;
-  rows.q_len = work.q_len;
+  rows.visible = p.causal ? kv_len - work.q_len + first + 1 : kv_len;
+  if (count <= 0) rows.visible = -Shape::kWarpRows;
   rows.kv_len = kv_len;
-  rows.before = p.causal ? kv_len - work.q_len : kv_len;
-  // Keys that any row of the CTA may see; all rows of the warp; any row of the warp.
-  const int last_row = min(work.row + per_head * Shape::kWarpRows, work.q_len) - 1;
-  const int keys = min(kv_len, rows.before + last_row + 1);
-  const int seen_by_all = rows.limit(0);
-  const int rows_left = min(Shape::kWarpRows, work.q_len - rows.first);
-  const int seen_by_any = rows_left > 0 ? rows.limit(rows_left - 1) : 0;
+  auto* const places = reinterpret_cast<WarpPlace*>(prefill_smem + Shape::kQBytes +
+                                                    2 * Shape::kStages * Shape::kKvBytes);
+  WarpPlace& place = places[warp];
+  if (lane == 0) {
+    place.out = work.batch * p.out_stride.batch + head * p.out_stride.head +
+                (work.start + first) * p.out_stride.row;
+    place.lse = work.batch * p.lse_batch + head * p.lse_head + work.start + first;
+    if constexpr (kPaged) {
+      place.pages = p.kv.page_table + work.batch * p.kv.table_stride;
+      place.pool = p.kv.k + head / p.group * p.kv.head_stride;
+    }
+    if constexpr (kMasked)
+      place.mask = p.mask.data + work.batch * p.mask.batch_stride + first * p.mask.row_stride;
+    place.count = count;
+  }
+  __syncwarp();
 
   // Q's rows are read by the warp that copies them: no barrier.
   {
     const int piece = lane % Shape::kPieces;
     const __nv_bfloat16* q = p.q + work.batch * p.q_stride.batch + head * p.q_stride.head +
-                             (work.start + rows.first) * p.q_stride.row + piece * 8;
+                             (work.start + first) * p.q_stride.row + piece * 8;
 #pragma unroll
     for (int i = 0; i < Shape::kWarpRows; i += Shape::kRowsAtOnce) {
       const int row = i + lane / Shape::kPieces;
       cp_async_16_or_zero(q_tile + tile_offset<kRowBytes>(row, piece), q + row * p.q_stride.row,
-                          row < rows_left);
+                          row < count);
     }
   }
-  KvLoader<kHeadDim, Kv> loader(p.kv, work.batch, head / p.group, kv_len, warp, lane);
-  loader.aim(0);
-  if (keys > 0) loader.template copy<true, (Shape::kStages > 1)>(kv_tiles);
+  KvLoader<kHeadDim, Kv, kMasked> loader(p.kv, place, work.batch, head / p.group, kv_len, warp,
+                                         lane);
+  if (keys > 0) loader.template copy<true, (Shape::kStages > 1)>(0, kv_tiles);
   cp_async_commit();
 
-  const uint32_t q_lane = q_tile + tile_offset<kRowBytes>(lane % 16, lane / 16);
-  const uint32_t k_lane =
-      kv_tiles + tile_offset<kRowBytes>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const uint32_t v_lane =
-      kv_tiles + Shape::kKvBytes + tile_offset<kRowBytes>(lane % 16, lane / 16);
-  WarpState<kHeadDim> state;
+  // The same of all tiles: ldmatrix transposes V, and gives the fragments of K in another order.
+  const uint32_t lane_place = tile_offset<kRowBytes>(lane % 16, lane / 16);
+  const uint32_t q_lane = q_tile + lane_place;
+  WarpState<kHeadDim, kMasked> state;
   state.clear();
   if constexpr (Shape::kTile.q_in_registers) {
     cp_async_wait<0>();
@@ -399,31 +455,35 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillCtasPerSm)
     const bool more = begin + Shape::kBlockN < keys;
     if constexpr (Shape::kStages > 1) {
       if (more) {
-        loader.aim(begin + Shape::kBlockN);
-        loader.template copy<true, true>(kv_tiles + (stage ^ 2 * Shape::kKvBytes));
+        loader.advance(begin + Shape::kBlockN);
+        loader.template copy<true, true>(begin + Shape::kBlockN,
+                                         kv_tiles + (stage ^ 2 * Shape::kKvBytes));
       }
     } else {
-      loader.template copy<false, true>(kv_tiles);
+      loader.template copy<false, true>(begin, kv_tiles);
     }
     cp_async_commit();
 
-    const bool active = begin < seen_by_any;
+    const bool active = begin < rows.visible + Shape::kWarpRows - 1;
     if (active) {
-      state.multiply_k(q_lane, k_lane + stage);
-      if (kMasked || begin + Shape::kBlockN > seen_by_all)
-        state.template apply_mask<kMasked>(rows, p.mask, work.batch, begin, lane);
-      state.raise_references(p.scale_log2);
+      uint32_t keep[Shape::kRowTiles];
+      if constexpr (kMasked) state.load_mask(rows, p.mask.row_stride, place, begin, lane, keep);
+      state.multiply_k(q_lane, kv_tiles + stage + lane_place);
+      if constexpr (kMasked) state.apply_mask(keep);
+      if (begin + Shape::kBlockN > rows.visible || begin + Shape::kBlockN > kv_len)
+        state.apply_limits(rows, begin, lane);
+      state.raise_references(p.scale_log2, p.slack);
     }
     if constexpr (Shape::kStages == 1) {
       cp_async_wait<0>();
       __syncthreads();
       if (more) {
-        loader.aim(begin + Shape::kBlockN);
-        loader.template copy<true, false>(kv_tiles);
+        loader.advance(begin + Shape::kBlockN);
+        loader.template copy<true, false>(begin + Shape::kBlockN, kv_tiles);
       }
       cp_async_commit();
     }
-    if (active) state.multiply_v(v_lane + stage, p.scale_log2);
+    if (active) state.multiply_v(kv_tiles + stage + lane_place + Shape::kKvBytes, p.scale_log2);
     if constexpr (Shape::kStages > 1) stage ^= 2 * Shape::kKvBytes;
   }
   state.finish(p.scale_log2);
@@ -431,31 +491,34 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillCtasPerSm)
   // The output takes the place of the warp's own rows of Q.
   if (keys <= 0) cp_async_wait<0>();
   __syncwarp();
-  const uint32_t out_lane = q_tile + lane / 4 * kRowBytes + lane % 4 * 4;
+  const int thread = thread_index();
+  const int out_lane = thread % 32;
+  const int out_warp = thread / 32;
+  const uint32_t out_tile = smem_address(prefill_smem) + out_warp * Shape::kWarpRows * kRowBytes;
+  const WarpPlace& to = places[out_warp];
+  const uint32_t out_row = out_tile + out_lane / 4 * kRowBytes + out_lane % 4 * 4;
+  const uint32_t key = swizzle_key<kRowBytes>(out_lane / 4);
 #pragma unroll
   for (int m = 0; m < Shape::kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = m * 16 + half * 8 + lane / 4;
-      const uint32_t key = swizzle_key<kRowBytes>(lane / 4);
 #pragma unroll
       for (int n = 0; n < Shape::kDimTiles; ++n)
-        st_shared_4(out_lane + (m * 16 + half * 8) * kRowBytes + ((n ^ key) << 4),
+        st_shared_4(out_row + (m * 16 + half * 8) * kRowBytes + ((n ^ key) << 4),
                     pack_bf16(state.out[m][n][2 * half], state.out[m][n][2 * half + 1]));
-      if (p.lse != nullptr && lane % 4 == 0 && row < rows_left)
-        p.lse[work.batch * p.lse_batch + head * p.lse_head + work.start + rows.first + row] =
-            state.reference[m][half];
+      const int row = m * 16 + half * 8 + out_lane / 4;
+      if (p.lse != nullptr && out_lane % 4 == 0 && row < to.count)
+        p.lse[to.lse + row] = state.reference[m][half];
     }
   __syncwarp();
-  const int piece = lane % Shape::kPieces;
-  __nv_bfloat16* out = p.out + work.batch * p.out_stride.batch + head * p.out_stride.head +
-                       (work.start + rows.first) * p.out_stride.row + piece * 8;
+  const int piece = out_lane % Shape::kPieces;
+  __nv_bfloat16* out = p.out + to.out + piece * 8;
 #pragma unroll
   for (int i = 0; i < Shape::kWarpRows; i += Shape::kRowsAtOnce) {
-    const int row = i + lane / Shape::kPieces;
-    if (row < rows_left)
+    const int row = i + out_lane / Shape::kPieces;
+    if (row < to.count)
       *reinterpret_cast<uint4*>(out + row * p.out_stride.row) =
-          ld_shared_16(q_tile + tile_offset<kRowBytes>(row, piece));
+          ld_shared_16(out_tile + tile_offset<kRowBytes>(row, piece));
   }
 }
 

@@ -79,11 +79,14 @@ struct QStrides {
   int64_t batch, row, head;
 };
 
-// True keeps a key. [batch, q_len, kv_len] in any strides, those of 0 included; null: no mask.
+// True keeps a key. [batch, q_len, kv_len], keys with stride 1; null: no mask.
 struct KeyMask {
   const uint8_t* data;
-  int64_t batch_stride, row_stride, key_stride;
+  int64_t batch_stride, row_stride;
 };
+
+// The output is rescaled when exponentials would exceed 2^8.
+constexpr float kPrefillSlack = 8.0f;
 
 template <class Schedule, class Kv>
 struct PrefillParams {
@@ -96,9 +99,10 @@ struct PrefillParams {
   Kv kv;
   KeyMask mask;
   float scale_log2;  // of the scores, times log2(e); positive
-  int heads_shift;   // PrefillPlan::heads_shift
-  int group;         // query heads of a KV head
-  bool causal;       // query i sees the keys up to kv_len - q_len + i
+  float slack;  // by how much a score may exceed its row's reference; kPrefillSlack / scale_log2
+  int heads_shift;  // PrefillPlan::heads_shift
+  int group;        // query heads of a KV head
+  bool causal;      // query i sees the keys up to kv_len - q_len + i
 };
 
 using DensePrefillParams = PrefillParams<DenseQSchedule, ContigKv>;

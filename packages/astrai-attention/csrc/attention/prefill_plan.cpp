@@ -27,8 +27,8 @@ void check(const PrefillProblem& p) {
   check_range("q_heads", p.q_heads, 1, kMaxGrid);
   check_range("kv_heads", p.kv_heads, 1, p.q_heads);
   if (p.q_heads % p.kv_heads != 0)
-    throw ValueError(concat("kv_heads: expected a divisor of q_heads = ", p.q_heads, ", got ",
-                            p.kv_heads));
+    throw ValueError(
+        concat("kv_heads: expected a divisor of q_heads = ", p.q_heads, ", got ", p.kv_heads));
   check_range("q_tiles", p.q_tiles, 0, kMaxGrid);
   if (p.q_tiles > 0) return;
   check_range("batch", p.batch, 1, kMaxGrid);
@@ -40,7 +40,7 @@ void check(const PrefillProblem& p) {
 
 PrefillPlan plan_prefill(const PrefillProblem& p, const DeviceInfo& device) {
   check(p);
-  const PrefillTile tile = prefill_tile(device.image_arch, static_cast<int>(p.head_dim));
+  const PrefillTile tile = prefill_tile(device.image_arch, static_cast<int>(p.head_dim), p.masked);
   PrefillPlan plan{};
   plan.kernel = PrefillKernel::kMmaSync;
   plan.block_m = tile.block_m();

@@ -14,7 +14,8 @@ constexpr int kQTileRows = 64;
 
 constexpr int kPrefillWarps = 4;
 constexpr int kPrefillThreads = 32 * kPrefillWarps;
-constexpr int kPrefillCtasPerSm = 2;  // what the registers admit
+constexpr int kPrefillPlaceBytes = 48 * kPrefillWarps;  // behind the tiles
+constexpr int kPrefillCtasPerSm = 2;                    // what the registers admit
 
 // Lengths up to this leave room to add a tile to a position.
 constexpr int64_t kPrefillMaxLength = int64_t{1} << 30;
@@ -24,30 +25,33 @@ constexpr bool is_prefill_head_dim(int64_t head_dim) {
 }
 
 struct PrefillTile {
-  int warp_rows;        // queries of a warp, times heads
-  int block_n;          // keys of a step
-  int stages;           // pairs of K and V in shared memory; 1: each half is refilled once it is read
+  int warp_rows;  // queries of a warp, times heads
+  int block_n;    // keys of a step
+  int stages;     // pairs of K and V in shared memory; 1: each half is refilled once it is read
   bool q_in_registers;  // else Q's fragments are read from shared memory for each step
 
   constexpr int block_m() const { return kPrefillWarps * warp_rows; }
   constexpr int smem_bytes(int head_dim) const {
-    return 2 * head_dim * (block_m() + 2 * stages * block_n);
+    return 2 * head_dim * (block_m() + 2 * stages * block_n) + kPrefillPlaceBytes;
   }
 };
 
 // 228 KB an SM on sm_90 and sm_100, 100 KB elsewhere; compute_80 PTX may run on any of them.
-constexpr PrefillTile prefill_tile(int image_arch, int head_dim) {
+// A mask's bits take registers that scores of 64 keys leave none of at head_dim 128.
+constexpr PrefillTile prefill_tile(int image_arch, int head_dim, bool masked) {
   const bool roomy = image_arch >= 90 && image_arch < 120;
   switch (head_dim) {
     case 32:
     case 64: return {32, 64, 2, true};
-    case 128: return roomy ? PrefillTile{32, 64, 2, false} : PrefillTile{32, 32, 1, false};
+    case 128:
+      return roomy ? PrefillTile{32, masked ? 32 : 64, 2, false} : PrefillTile{32, 32, 1, false};
     default: return roomy ? PrefillTile{16, 64, 1, false} : PrefillTile{16, 32, 1, false};
   }
 }
 
 constexpr bool prefill_fits(int image_arch, int head_dim, int ctas, int smem_per_sm) {
-  return ctas * (prefill_tile(image_arch, head_dim).smem_bytes(head_dim) + 1024) <= smem_per_sm;
+  return ctas * (prefill_tile(image_arch, head_dim, false).smem_bytes(head_dim) + 1024) <=
+         smem_per_sm;
 }
 
 static_assert(prefill_fits(90, 32, 2, 228 * 1024) && prefill_fits(90, 64, 2, 228 * 1024));
@@ -63,6 +67,7 @@ struct PrefillProblem {
   int64_t q_tiles;               // packed: tiles in the maps; dense: 0
   int64_t q_heads, kv_heads;
   int64_t head_dim;
+  bool masked;
 };
 
 // A CTA takes `rows` queries of `heads` query heads that share a KV head.
