@@ -379,8 +379,9 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillCtasPerSm)
 
   pdl_launch_dependents();
   const int lane = threadIdx.x % 32;
-  // Known to be uniform, it spares the shuffles for pages their slow paths.
-  const int warp = kPaged ? __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) : threadIdx.x / 32;
+  // A value known to be uniform leaves the vector registers, which ptxas else overfills there.
+  constexpr bool kUniform = kPaged && kPrefillArch >= 100;
+  const int warp = kUniform ? __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) : threadIdx.x / 32;
   const uint32_t q_tile = smem_address(prefill_smem) + warp * Shape::kWarpRows * kRowBytes;
   const uint32_t kv_tiles = smem_address(prefill_smem) + Shape::kQBytes;
 
