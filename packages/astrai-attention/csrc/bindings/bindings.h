@@ -5,4 +5,5 @@
 
 #include <pybind11/pybind11.h>
 
+void bind_prefill(pybind11::module_& m);
 void bind_rotary(pybind11::module_& m);

@@ -10,5 +10,6 @@ PYBIND11_MODULE(_attention, m) {
   m.def(
       "device_info", [](int device) { return astrai::attention::device_info(device); },
       pybind11::arg("device"));
+  bind_prefill(m);
   bind_rotary(m);
 }

@@ -15,5 +15,7 @@ CONTRACT = 1
 PACKAGE = "astrai_attention"
 NATIVE = "astrai_attention._attention"
 OPS: dict[str, tuple[str, ...]] = {
+    "attn_paged_prefill": ("bfloat16",),
+    "attn_prefill": ("bfloat16",),
     "rotary_emb": ("bfloat16",),
 }

@@ -14,14 +14,24 @@
 
 namespace astrai {
 
-enum class DType { kBFloat16, kFloat32 };
+enum class DType { kBFloat16, kFloat32, kInt32, kBool };
 
 inline DLDataType dl_dtype(DType dtype) {
-  return dtype == DType::kBFloat16 ? DLDataType{kDLBfloat, 16, 1} : DLDataType{kDLFloat, 32, 1};
+  switch (dtype) {
+    case DType::kBFloat16: return {kDLBfloat, 16, 1};
+    case DType::kFloat32: return {kDLFloat, 32, 1};
+    case DType::kInt32: return {kDLInt, 32, 1};
+    default: return {kDLBool, 8, 1};
+  }
 }
 
 inline const char* dtype_name(DType dtype) {
-  return dtype == DType::kBFloat16 ? "bfloat16" : "float32";
+  switch (dtype) {
+    case DType::kBFloat16: return "bfloat16";
+    case DType::kFloat32: return "float32";
+    case DType::kInt32: return "int32";
+    default: return "bool";
+  }
 }
 
 inline std::string dtype_name(DLDataType dtype) {
@@ -97,6 +107,15 @@ class TensorView {
     if (size(dim) != want)
       throw ValueError(concat(name_, ": expected size ", want, " (", meaning, ") in dimension ",
                               wrap(dim), ", got shape ", shape_text()));
+    return *this;
+  }
+
+  // As another tensor has them; a dimension of one element may have any.
+  const TensorView& expect_strides_of(const TensorView& other) const {
+    for (int i = 0; i < rank(); ++i)
+      if (size(i) > 1 && stride(i) != other.stride(i))
+        throw ValueError(concat(name_, ": expected the strides of ", other.name_, ", ",
+                                other.strides_text(), ", got ", strides_text()));
     return *this;
   }
 

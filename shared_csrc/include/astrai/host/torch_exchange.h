@@ -62,13 +62,11 @@ class TorchExchange {
   // An uninitialised tensor of the dtype and device of `like`. Not by the exchange API's allocator:
   // it turns running out of memory into text, and Tensor.record_stream has no effect on its tensors.
   py::object new_empty(py::handle like, std::initializer_list<int64_t> shape) const {
-    py::tuple sizes(shape.size());
-    size_t index = 0;
-    for (const int64_t size : shape) sizes[index++] = size;
-    PyObject* const arguments[] = {like.ptr(), sizes.ptr()};
-    PyObject* const made = PyObject_VectorcallMethod(new_empty_.ptr(), arguments, 2, nullptr);
-    if (made == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
+    return make_empty(like, shape, nullptr);
+  }
+  // The same, but fp32.
+  py::object new_empty_fp32(py::handle like, std::initializer_list<int64_t> shape) const {
+    return make_empty(like, shape, dtype_keyword_.ptr());
   }
 
   // Tells autograd that a tensor was written: a backward that needs what it held before then raises.
@@ -100,9 +98,23 @@ class TorchExchange {
         py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr());
     requires_grad_ = py::str("requires_grad").release();
     new_empty_ = py::str("new_empty").release();
+    dtype_keyword_ = py::make_tuple("dtype").release();
+    float32_ = py::object(py::module_::import("torch").attr("float32")).release();
     is_grad_enabled_ = py::object(py::module_::import("torch").attr("is_grad_enabled")).release();
     increment_version_ =
         py::object(py::module_::import("torch.autograd.graph").attr("increment_version")).release();
+  }
+
+  // With `keywords`, the names ("dtype",), of dtype fp32.
+  py::object make_empty(py::handle like, std::initializer_list<int64_t> shape,
+                        PyObject* keywords) const {
+    py::tuple sizes(shape.size());
+    size_t index = 0;
+    for (const int64_t size : shape) sizes[index++] = size;
+    PyObject* const arguments[] = {like.ptr(), sizes.ptr(), float32_.ptr()};
+    PyObject* const made = PyObject_VectorcallMethod(new_empty_.ptr(), arguments, 2, keywords);
+    if (made == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
   }
 
   // A subclass that dispatches (fake tensors, distributed and quantized ones) gives its storage a
@@ -131,6 +143,8 @@ class TorchExchange {
   py::handle dispatch_;
   py::handle requires_grad_;
   py::handle new_empty_;
+  py::handle dtype_keyword_;
+  py::handle float32_;
   py::handle is_grad_enabled_;
   py::handle increment_version_;
 };
