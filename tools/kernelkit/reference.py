@@ -60,3 +60,50 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     a, b = pairs.unbind(dim)
     c, s = cos.double().unsqueeze(-2), sin.double().unsqueeze(-2)
     return torch.stack((a * c - b * s, b * c + a * s), dim).flatten(-2)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    kv_lens: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of attention; a query that may see no key gives zeros and ``-inf``.
+
+    Args:
+        q: ``[B, L, heads, head_dim]``.
+        k: ``[B, S, kv_heads, head_dim]``; query head ``h`` reads head ``h * kv_heads // heads``.
+        v: as `k`.
+        mask: bool, True keeps a key: ``[B, S]``, ``[B, L, S]`` or ``[B, 1, L, S]``.
+        is_causal: the last query sees all of its sequence's keys, the one before all but the last.
+        kv_lens: keys of each sequence, ``[B]``; what `k` and `v` hold past them does not matter.
+        scale: ``1 / sqrt(head_dim)`` by default.
+
+    Returns:
+        ``out`` as `q`, and ``lse`` ``[B, heads, L]``, the natural logarithm of the denominator.
+    """
+    q_len, kv_len, group = q.shape[1], k.shape[1], q.shape[2] // max(k.shape[2], 1)
+    key = torch.arange(kv_len, device=q.device)
+    lengths = torch.full((len(q),), kv_len, device=q.device) if kv_lens is None else kv_lens
+    inside = key < lengths[:, None]
+    seen = inside[:, None, None].expand(-1, 1, q_len, -1)
+    if is_causal:
+        last = lengths[:, None] - q_len + torch.arange(q_len, device=q.device)
+        seen = seen & (key <= last[..., None])[:, None]
+    if mask is not None:
+        seen = seen & (mask[:, None, None] if mask.dim() == 2 else mask.view(-1, 1, q_len, kv_len))
+    queries, keys, values = (x.double().transpose(1, 2) for x in (q, k, v))
+    # A NaN times a probability of 0 is a NaN.
+    keys, values = (
+        x.masked_fill(~inside[:, None, :, None], 0).repeat_interleave(group, 1)
+        for x in (keys, values)
+    )
+    scores = queries @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.where(seen, (scores - lse[..., None]).exp(), 0)
+    return (weights @ values).transpose(1, 2), lse

@@ -15,5 +15,6 @@ inline bool as_bool(const char* name, pybind11::handle value) {
   return value.ptr() == Py_True;
 }
 
+void bind_prefill(pybind11::module_& m);
 void bind_rotary(pybind11::module_& m);
 void bind_decode(pybind11::module_& m);

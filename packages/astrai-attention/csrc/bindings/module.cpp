@@ -10,6 +10,7 @@ PYBIND11_MODULE(_attention, m) {
   m.def(
       "device_info", [](int device) { return astrai::attention::device_info(device); },
       pybind11::arg("device"));
+  bind_prefill(m);
   bind_rotary(m);
   bind_decode(m);
 }

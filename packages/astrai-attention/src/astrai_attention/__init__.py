@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bf16 kernels around attention for LLM inference: decode attention, rotary embedding.
+"""bf16 kernels for attention in LLM inference: prefill, decode, rotary embedding.
 
 Every op runs its kernel or raises. The ops are resolved on first use: a policy package imports this
 package to read its manifest, and must not load native code by that.
@@ -12,13 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .decode import attn_decode, attn_paged_decode
+    from .prefill import Q_TILE_ROWS, attn_paged_prefill, attn_prefill, q_tile_schedule
     from .rotary import rotary_emb
 
-__all__ = ["attn_decode", "attn_paged_decode", "rotary_emb"]
+__all__ = [
+    "Q_TILE_ROWS",
+    "attn_decode",
+    "attn_paged_decode",
+    "attn_paged_prefill",
+    "attn_prefill",
+    "q_tile_schedule",
+    "rotary_emb",
+]
 
 _MODULES = {
+    "Q_TILE_ROWS": "prefill",
     "attn_decode": "decode",
     "attn_paged_decode": "decode",
+    "attn_paged_prefill": "prefill",
+    "attn_prefill": "prefill",
+    "q_tile_schedule": "prefill",
     "rotary_emb": "rotary",
 }
 

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -61,3 +62,43 @@ def attn_paged_decode(
     return_lse: bool,
     out: Tensor | None,
 ) -> Any: ...
+def plan_prefill(
+    *,
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    q_tiles: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    masked: bool,
+    device: DeviceInfo,
+) -> dict[str, int | bool | tuple[int, int]]: ...
+def q_tile_schedule(
+    q_lens: Sequence[int], tile_rows: int
+) -> tuple[list[int], list[int], list[int]]: ...
+def attn_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attn_paged_prefill(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    q_tile_to_batch: Tensor,
+    q_tile_to_index: Tensor,
+    page_size: int,
+    is_causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]: ...

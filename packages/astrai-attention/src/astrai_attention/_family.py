@@ -17,5 +17,7 @@ NATIVE = "astrai_attention._attention"
 OPS: dict[str, tuple[str, ...]] = {
     "attn_decode": ("bfloat16",),
     "attn_paged_decode": ("bfloat16",),
+    "attn_paged_prefill": ("bfloat16",),
+    "attn_prefill": ("bfloat16",),
     "rotary_emb": ("bfloat16",),
 }

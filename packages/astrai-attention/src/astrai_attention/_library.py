@@ -7,7 +7,7 @@ functions come here only while torch.compile traces them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,3 +111,112 @@ def rotary_emb(
         return x
     torch.ops.astrai_attention.rotary_emb_out(x, cos, sin, interleaved, out)
     return out
+
+
+# --- prefill --------------------------------------------------------------------------------------
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str], layout: str) -> None:
+    """Checks what a trace can know; the compiled module checks the rest when it runs."""
+    for name, x in zip(names, (q, k, v), strict=True):
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"{name}: expected dtype bfloat16, got {x.dtype}")
+    if q.dim() != layout.count(",") + 1:
+        raise ValueError(f"{names[0]}: expected shape {layout}, got {q.dim()}-D {list(q.shape)}")
+    for name, x in zip(names[1:], (k, v), strict=True):
+        if x.dim() != 4 or x.shape[-1] != q.shape[-1]:
+            raise ValueError(
+                f"{name}: expected four dimensions, the last of {q.shape[-1]} (head_dim of q), "
+                f"got {list(x.shape)}"
+            )
+
+
+def _fake_prefill(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    _check_heads(q, k, v, ("q", "k", "v"), "[batch, q_len, q_heads, head_dim]")
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def _fake_paged_prefill(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    q_tile_to_batch: Tensor,
+    q_tile_to_index: Tensor,
+    page_size: int,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    names = ("q", "k_pool", "v_pool")
+    _check_heads(q, k_pool, v_pool, names, "[total_q, q_heads, head_dim]")
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _register_attention(
+    name: str, arguments: str, run: Callable[..., Any], fake: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
+    """Four operators: with and without `lse`, allocating and writing into `out`.
+
+    `run` takes the arguments, then return_lse and out.
+    """
+    into = f"{arguments}, Tensor(a!) out"
+    register(
+        f"{name}({arguments}) -> Tensor",
+        lambda *a: run(*a, False, None),
+        lambda *a: fake(*a)[0],
+    )
+    register(f"{name}_lse({arguments}) -> (Tensor, Tensor)", lambda *a: run(*a, True, None), fake)
+    register(
+        f"{name}_out({into}) -> ()",
+        lambda *a: (run(*a[:-1], False, a[-1]), None)[1],
+        lambda *a: (fake(*a[:-1]), None)[1],
+    )
+    register(
+        f"{name}_lse_out({into}) -> Tensor",
+        lambda *a: run(*a[:-1], True, a[-1])[1],
+        lambda *a: fake(*a[:-1])[1],
+    )
+
+
+def _attention(
+    name: str, tensors: Sequence[Tensor], arguments: Sequence[Any], lse: bool, out: Tensor | None
+) -> Any:
+    refuse_grad(*tensors, out)
+    ops = torch.ops.astrai_attention
+    if out is None:
+        return getattr(ops, f"{name}_lse" if lse else name)(*arguments)
+    if lse:
+        return out, getattr(ops, f"{name}_lse_out")(*arguments, out)
+    getattr(ops, f"{name}_out")(*arguments, out)
+    return out
+
+
+_register_attention(
+    "attn_prefill",
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale",
+    lambda *a: native.attn_prefill(*a),
+    _fake_prefill,
+)
+_register_attention(
+    "attn_paged_prefill",
+    "Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor qo_indptr, "
+    "Tensor kv_indptr, Tensor q_tile_to_batch, Tensor q_tile_to_index, int page_size, "
+    "bool is_causal, float? scale",
+    lambda *a: native.attn_paged_prefill(*a),
+    _fake_paged_prefill,
+)
+
+
+def attn_prefill(*arguments: Any) -> Any:
+    *rest, lse, out = arguments
+    return _attention("attn_prefill", rest[:3], rest, lse, out)
+
+
+def attn_paged_prefill(*arguments: Any) -> Any:
+    *rest, lse, out = arguments
+    return _attention("attn_paged_prefill", rest[:3], rest, lse, out)

@@ -101,6 +101,15 @@ class TensorView {
     return *this;
   }
 
+  // As another tensor has them; a dimension of one element may have any.
+  const TensorView& expect_strides_of(const TensorView& other) const {
+    for (int i = 0; i < rank(); ++i)
+      if (size(i) > 1 && stride(i) != other.stride(i))
+        throw ValueError(concat(name_, ": expected the strides of ", other.name_, ", ",
+                                other.strides_text(), ", got ", strides_text()));
+    return *this;
+  }
+
   const TensorView& expect_size_in(int dim, int64_t low, int64_t high, const char* meaning) const {
     if (size(dim) < low || size(dim) > high)
       throw ValueError(concat(name_, ": expected ", meaning, " in ", low, "..", high, ", got ",

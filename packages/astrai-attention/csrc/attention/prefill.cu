@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <atomic>
+
+#include "astrai/host/launch.h"
+#include "attention/prefill_kernel.cuh"
+
+namespace astrai::attention {
+
+namespace {
+
+template <int kHeadDim, bool kMasked, class Schedule, class Kv>
+void launch_instance(const PrefillParams<Schedule, Kv>& params, const PrefillPlan& plan, int device,
+                     cudaStream_t stream) {
+  constexpr const char* kWhat = std::is_same_v<Kv, PagedKv> ? "attn_paged_prefill" : "attn_prefill";
+  auto* kernel = prefill_kernel<kHeadDim, Schedule, Kv, kMasked>;
+  // The opt-in is per kernel and device, and costs a microsecond: once is enough.
+  static std::atomic<bool> opted_in[kMaxDevices];
+  if (!opted_in[device].load(std::memory_order_acquire)) {
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes),
+        kWhat);
+    opted_in[device].store(true, std::memory_order_release);
+  }
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(plan.grid));
+  shape.block = dim3(kPrefillThreads);
+  shape.smem_bytes = plan.smem_bytes;
+  shape.programmatic = plan.programmatic;
+  launch(kernel, shape, stream, kWhat, params);
+}
+
+template <bool kMasked, class Params>
+void launch_head_dim(const Params& params, const PrefillPlan& plan, int head_dim, int device,
+                     cudaStream_t stream) {
+  switch (head_dim) {
+    case 32: return launch_instance<32, kMasked>(params, plan, device, stream);
+    case 64: return launch_instance<64, kMasked>(params, plan, device, stream);
+    case 128: return launch_instance<128, kMasked>(params, plan, device, stream);
+    default: return launch_instance<256, kMasked>(params, plan, device, stream);
+  }
+}
+
+}  // namespace
+
+void launch_prefill(const DensePrefillParams& params, const PrefillPlan& plan, int head_dim,
+                    int device, cudaStream_t stream) {
+  if (params.mask.data != nullptr)
+    launch_head_dim<true>(params, plan, head_dim, device, stream);
+  else
+    launch_head_dim<false>(params, plan, head_dim, device, stream);
+}
+
+void launch_prefill(const PackedPrefillParams& params, const PrefillPlan& plan, int head_dim,
+                    int device, cudaStream_t stream) {
+  launch_head_dim<false>(params, plan, head_dim, device, stream);
+}
+
+}  // namespace astrai::attention

@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "astrai/host/torch_exchange.h"
+#include "attention/prefill_params.h"
+#include "attention/prefill_plan.h"
+#include "attention/schedule.h"
+#include "bindings/bindings.h"
+#include "family.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using astrai::concat;
+using astrai::DType;
+using astrai::TensorView;
+using astrai::TorchExchange;
+using astrai::TypeError;
+using astrai::ValueError;
+namespace attention = astrai::attention;
+
+using Bf16 = __nv_bfloat16;
+
+constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
+constexpr int64_t kMaxPageSize = 256;
+
+int64_t as_int(const char* name, py::handle value) {
+  if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr()))
+    throw TypeError(concat(name, ": expected an int, got ", Py_TYPE(value.ptr())->tp_name));
+  const long long number = PyLong_AsLongLong(value.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw ValueError(concat(name, ": expected an int of 64 bits, got a larger one"));
+  }
+  return number;
+}
+
+// Times log2(e); by default 1 / sqrt(head_dim).
+float scale_log2(py::handle value, int64_t head_dim) {
+  constexpr double kLog2E = 1.4426950408889634;
+  if (value.is_none()) return static_cast<float>(kLog2E / std::sqrt(static_cast<double>(head_dim)));
+  if (PyBool_Check(value.ptr()) || (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr())))
+    throw TypeError(concat("scale: expected a float, got ", Py_TYPE(value.ptr())->tp_name));
+  const double number = PyFloat_AsDouble(value.ptr());
+  if (number == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw ValueError("scale: expected a float, got a larger int");
+  }
+  const double scale = number * kLog2E;
+  // Neither the scale nor its inverse may leave the normal range of fp32.
+  if (!(scale >= 1e-30 && scale <= 1e30))
+    throw ValueError(concat("scale: expected a number in 1e-30..1e30, got ", number));
+  return static_cast<float>(scale);
+}
+
+void check_head_dim(const TensorView& q) {
+  if (!attention::is_prefill_head_dim(q.size(-1)))
+    throw ValueError(concat(q.name(), ": expected head_dim 32, 64, 128 or 256, got ", q.size(-1)));
+}
+
+void check_heads(const TensorView& q, const TensorView& k) {
+  const int64_t heads = q.size(-2), kv_heads = k.size(-2);
+  if (kv_heads < 1 ? heads > 0 : heads % kv_heads != 0)
+    throw ValueError(
+        concat(k.name(), ": expected kv_heads that divide q_heads = ", heads, ", got ", kv_heads));
+}
+
+void check_v(const TensorView& v, const TensorView& k, const char* layout) {
+  v.expect_dtype(DType::kBFloat16).expect_rank(4, 4, layout);
+  for (int i = 0; i < 4; ++i) v.expect_size(i, k.size(i), concat("that of ", k.name()).c_str());
+  v.expect_aligned_rows().expect_strides_of(k);
+}
+
+std::optional<TensorView> check_out(py::handle out_, const TensorView& q) {
+  if (out_.is_none()) return std::nullopt;
+  std::optional<TensorView> out(TorchExchange::get().view("out", out_));
+  out->expect_dtype(DType::kBFloat16).expect_rank(q.rank(), q.rank(), "of q");
+  for (int i = 0; i < q.rank(); ++i) out->expect_size(i, q.size(i), "that of q");
+  out->expect_aligned_rows().expect_distinct_elements();
+  return out;
+}
+
+void check_index(const TensorView& index, const char* layout) {
+  index.expect_dtype(DType::kInt32).expect_rank(1, 1, layout).expect_contiguous();
+}
+
+void check_mask(const TensorView& mask, const TensorView& q, const TensorView& k) {
+  mask.expect_dtype(DType::kBool)
+      .expect_rank(2, 4, "[batch, kv_len], [batch, q_len, kv_len] or [batch, 1, q_len, kv_len]")
+      .expect_size(0, q.size(0), "batch of q")
+      .expect_size(-1, k.size(1), "kv_len of k");
+  if (mask.rank() >= 3) mask.expect_size(-2, q.size(1), "q_len of q");
+  if (mask.rank() == 4) mask.expect_size(1, 1, "all heads");
+  if (mask.size(-1) > 1 && mask.stride(-1) != 1)
+    throw ValueError(
+        concat("mask: expected stride 1 in the last dimension, got strides ", mask.strides_text()));
+}
+
+attention::QStrides q_strides(const TensorView& x) {
+  return {x.rank() == 4 ? x.stride(0) : 0, x.stride(-3), x.stride(-2)};
+}
+
+// `result`, or it and `lse`.
+py::object answer(const py::object& result, const py::object& lse) {
+  if (lse.is_none()) return result;
+  return py::make_tuple(result, lse);
+}
+
+// What both ops set alike.
+template <class Params>
+void set_common(Params& params, const TensorView& q, const TensorView& out, float scale,
+                const attention::PrefillPlan& plan, int64_t group, bool causal) {
+  params.q = q.data<Bf16>();
+  params.out = out.data<Bf16>();
+  params.q_stride = q_strides(q);
+  params.out_stride = q_strides(out);
+  params.scale_log2 = scale;
+  params.slack = attention::kPrefillSlack / scale;
+  params.heads_shift = plan.heads_shift;
+  params.group = static_cast<int>(group);
+  params.causal = causal;
+}
+
+py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle mask_,
+                        py::handle is_causal_, py::handle scale_, py::handle return_lse_,
+                        py::handle out_) {
+  const TorchExchange& torch = TorchExchange::get();
+  const bool causal = as_bool("is_causal", is_causal_);
+  const bool with_lse = as_bool("return_lse", return_lse_);
+  const TensorView q = torch.view("q", q_);
+  const TensorView k = torch.view("k", k_);
+  const TensorView v = torch.view("v", v_);
+  q.expect_dtype(DType::kBFloat16)
+      .expect_rank(4, 4, "[batch, q_len, q_heads, head_dim]")
+      .expect_size_in(0, 0, kMaxCount, "batch")
+      .expect_size_in(1, 0, attention::kPrefillMaxLength, "q_len")
+      .expect_size_in(2, 0, kMaxCount, "q_heads");
+  check_head_dim(q);
+  q.expect_aligned_rows();
+  k.expect_dtype(DType::kBFloat16)
+      .expect_rank(4, 4, "[batch, kv_len, kv_heads, head_dim]")
+      .expect_size(0, q.size(0), "batch of q")
+      .expect_size_in(1, 0, attention::kPrefillMaxLength, "kv_len")
+      .expect_size(3, q.size(3), "head_dim of q");
+  check_heads(q, k);
+  k.expect_aligned_rows();
+  check_v(v, k, "[batch, kv_len, kv_heads, head_dim]");
+  std::optional<TensorView> mask;
+  if (!mask_.is_none()) check_mask(mask.emplace(torch.view("mask", mask_)), q, k);
+  const float scale = scale_log2(scale_, q.size(3));
+  std::optional<TensorView> out = check_out(out_, q);
+  if (out) {
+    out->expect_disjoint(q).expect_disjoint(k).expect_disjoint(v);
+    if (mask) out->expect_disjoint(*mask);
+  }
+  torch.refuse_grad("attn_prefill", {{"q", q_}, {"k", k_}, {"v", v_}, {"out", out_}});
+  q.expect_cuda();
+  for (const TensorView* other : {&k, &v}) other->expect_cuda().expect_same_device(q);
+  if (mask) mask->expect_cuda().expect_same_device(q);
+  if (out) out->expect_cuda().expect_same_device(q);
+
+  const int64_t batch = q.size(0), q_len = q.size(1), heads = q.size(2), kv_len = k.size(1);
+  const py::object result = out ? py::reinterpret_borrow<py::object>(out_)
+                                : torch.new_empty(q_, {batch, q_len, heads, q.size(3)});
+  const py::object lse =
+      with_lse ? torch.new_empty_fp32(q_, {batch, heads, q_len}) : py::object(py::none());
+  if (q.numel() == 0) return answer(result, lse);
+  if (!out) out.emplace(torch.view("out", result));
+
+  // Without keys there is nothing to mask, and perhaps no memory.
+  const bool masked = mask && mask->numel() > 0;
+  const int device = q.device_index();
+  const attention::PrefillPlan plan =
+      attention::plan_prefill({batch, q_len, kv_len, 0, heads, k.size(2), q.size(3), masked},
+                              attention::device_info(device));
+  attention::DensePrefillParams params{};
+  set_common(params, q, *out, scale, plan, heads / k.size(2), causal);
+  if (with_lse) params.lse = torch.view("lse", lse).data<float>();
+  params.lse_batch = heads * q_len;
+  params.lse_head = q_len;
+  const int groups = static_cast<int>(heads >> plan.heads_shift);
+  params.schedule = {static_cast<int>(q_len),          plan.tiles,  plan.rows, groups,
+                     static_cast<int>(batch * groups), plan.section};
+  params.kv = {k.data<Bf16>(), v.data<Bf16>(), k.stride(0),
+               k.stride(1),    k.stride(2),    static_cast<int>(kv_len)};
+  if (masked)
+    params.mask = {mask->data<uint8_t>(), mask->stride(0), mask->rank() > 2 ? mask->stride(-2) : 0};
+  astrai::DeviceGuard guard(device);
+  attention::launch_prefill(params, plan, static_cast<int>(q.size(3)), device,
+                            torch.current_stream(q.device()));
+  if (!out_.is_none()) torch.mark_written(out_);
+  return answer(result, lse);
+}
+
+py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_pool_,
+                              py::handle page_table_, py::handle qo_indptr_, py::handle kv_indptr_,
+                              py::handle q_tile_to_batch_, py::handle q_tile_to_index_,
+                              py::handle page_size_, py::handle is_causal_, py::handle scale_,
+                              py::handle return_lse_, py::handle out_) {
+  const TorchExchange& torch = TorchExchange::get();
+  const bool causal = as_bool("is_causal", is_causal_);
+  const bool with_lse = as_bool("return_lse", return_lse_);
+  const int64_t page_size = as_int("page_size", page_size_);
+  if (page_size < 1 || page_size > kMaxPageSize || (page_size & (page_size - 1)) != 0)
+    throw ValueError(
+        concat("page_size: expected a power of two in 1..", kMaxPageSize, ", got ", page_size));
+  const TensorView q = torch.view("q", q_);
+  const TensorView k = torch.view("k_pool", k_pool_);
+  const TensorView v = torch.view("v_pool", v_pool_);
+  const TensorView page_table = torch.view("page_table", page_table_);
+  const TensorView qo_indptr = torch.view("qo_indptr", qo_indptr_);
+  const TensorView kv_indptr = torch.view("kv_indptr", kv_indptr_);
+  const TensorView to_batch = torch.view("q_tile_to_batch", q_tile_to_batch_);
+  const TensorView to_index = torch.view("q_tile_to_index", q_tile_to_index_);
+  q.expect_dtype(DType::kBFloat16)
+      .expect_rank(3, 3, "[total_q, q_heads, head_dim]")
+      .expect_size_in(0, 0, kMaxCount, "total_q")
+      .expect_size_in(1, 0, kMaxCount, "q_heads");
+  check_head_dim(q);
+  q.expect_aligned_rows();
+  k.expect_dtype(DType::kBFloat16)
+      .expect_rank(4, 4, "[pages, page_size, kv_heads, head_dim]")
+      .expect_size_in(0, 0, kMaxCount, "pages")
+      .expect_size(1, page_size, "page_size")
+      .expect_size(3, q.size(2), "head_dim of q");
+  check_heads(q, k);
+  k.expect_aligned_rows();
+  check_v(v, k, "[pages, page_size, kv_heads, head_dim]");
+  page_table.expect_dtype(DType::kInt32)
+      .expect_rank(2, 2, "[batch, max_pages]")
+      .expect_rows_contiguous();
+  const int64_t batch = page_table.size(0);
+  check_index(qo_indptr, "[batch + 1]");
+  qo_indptr.expect_size(0, batch + 1, "batch of page_table, and 1");
+  check_index(kv_indptr, "[batch + 1]");
+  kv_indptr.expect_size(0, batch + 1, "batch of page_table, and 1");
+  check_index(to_batch, "[q_tiles]");
+  to_batch.expect_size_in(0, (q.size(0) + attention::kQTileRows - 1) / attention::kQTileRows,
+                          kMaxCount, "tiles for all rows of q");
+  check_index(to_index, "[q_tiles]");
+  to_index.expect_size(0, to_batch.size(0), "tiles of q_tile_to_batch");
+  const float scale = scale_log2(scale_, q.size(2));
+  std::optional<TensorView> out = check_out(out_, q);
+  const TensorView* const inputs[] = {&k,         &v,        &page_table, &qo_indptr,
+                                      &kv_indptr, &to_batch, &to_index};
+  if (out) {
+    out->expect_disjoint(q);
+    for (const TensorView* input : inputs) out->expect_disjoint(*input);
+  }
+  torch.refuse_grad("attn_paged_prefill",
+                    {{"q", q_}, {"k_pool", k_pool_}, {"v_pool", v_pool_}, {"out", out_}});
+  q.expect_cuda();
+  for (const TensorView* input : inputs) input->expect_cuda().expect_same_device(q);
+  if (out) out->expect_cuda().expect_same_device(q);
+
+  const int64_t total = q.size(0), heads = q.size(1);
+  const py::object result = out ? py::reinterpret_borrow<py::object>(out_)
+                                : torch.new_empty(q_, {total, heads, q.size(2)});
+  const py::object lse =
+      with_lse ? torch.new_empty_fp32(q_, {heads, total}) : py::object(py::none());
+  if (q.numel() == 0) return answer(result, lse);
+  if (!out) out.emplace(torch.view("out", result));
+
+  const int device = q.device_index();
+  const attention::PrefillPlan plan =
+      attention::plan_prefill({0, 0, 0, to_batch.size(0), heads, k.size(2), q.size(2), false},
+                              attention::device_info(device));
+  attention::PackedPrefillParams params{};
+  set_common(params, q, *out, scale, plan, heads / k.size(2), causal);
+  if (with_lse) params.lse = torch.view("lse", lse).data<float>();
+  params.lse_head = total;
+  params.schedule = {qo_indptr.data<int>(),
+                     to_batch.data<int>(),
+                     to_index.data<int>(),
+                     plan.rows,
+                     static_cast<int>(heads >> plan.heads_shift),
+                     static_cast<int>(to_batch.size(0) * plan.blocks_per_tile),
+                     plan.blocks_per_tile,
+                     plan.tiles_per_block};
+  params.kv.k = k.data<Bf16>();
+  params.kv.v = v.data<Bf16>();
+  params.kv.page_stride = k.stride(0);
+  params.kv.token_stride = k.stride(1);
+  params.kv.head_stride = k.stride(2);
+  params.kv.page_table = page_table.data<int>();
+  params.kv.table_stride = page_table.stride(0);
+  params.kv.lengths = kv_indptr.data<int>();
+  params.kv.ragged = true;
+  while (int64_t{1} << params.kv.page_shift < page_size) ++params.kv.page_shift;
+  astrai::DeviceGuard guard(device);
+  attention::launch_prefill(params, plan, static_cast<int>(q.size(2)), device,
+                            torch.current_stream(q.device()));
+  if (!out_.is_none()) torch.mark_written(out_);
+  return answer(result, lse);
+}
+
+py::dict plan_prefill(int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_tiles,
+                      int64_t q_heads, int64_t kv_heads, int64_t head_dim, bool masked,
+                      const astrai::DeviceInfo& device) {
+  const attention::PrefillPlan plan = attention::plan_prefill(
+      {batch, q_len, kv_len, q_tiles, q_heads, kv_heads, head_dim, masked}, device);
+  py::dict result;
+  result["q_tile_rows"] = attention::kQTileRows;
+  result["block"] = py::make_tuple(plan.block_m, plan.block_n);
+  result["stages"] = plan.stages;
+  result["heads"] = plan.heads();
+  result["rows"] = plan.rows;
+  result["tiles"] = plan.tiles;
+  result["section"] = plan.section;
+  result["blocks_per_tile"] = plan.blocks_per_tile;
+  result["tiles_per_block"] = plan.tiles_per_block;
+  result["grid"] = plan.grid;
+  result["smem_bytes"] = plan.smem_bytes;
+  result["programmatic"] = plan.programmatic;
+  return result;
+}
+
+py::list to_list(const std::vector<int32_t>& values) {
+  py::list list(values.size());
+  for (size_t i = 0; i < values.size(); ++i) list[i] = values[i];
+  return list;
+}
+
+py::tuple q_tile_schedule(py::handle q_lens, py::handle tile_rows) {
+  std::vector<int64_t> lengths;
+  for (const py::handle length : q_lens) lengths.push_back(as_int("q_lens", length));
+  const attention::QTileSchedule schedule =
+      attention::q_tile_schedule(lengths, as_int("tile_rows", tile_rows));
+  return py::make_tuple(to_list(schedule.qo_indptr), to_list(schedule.q_tile_to_batch),
+                        to_list(schedule.q_tile_to_index));
+}
+
+}  // namespace
+
+void bind_prefill(py::module_& m) {
+  m.def("plan_prefill", &plan_prefill, py::kw_only(), py::arg("batch"), py::arg("q_len"),
+        py::arg("kv_len"), py::arg("q_tiles"), py::arg("q_heads"), py::arg("kv_heads"),
+        py::arg("head_dim"), py::arg("masked"), py::arg("device"));
+  m.def("q_tile_schedule", &q_tile_schedule, py::arg("q_lens"), py::arg("tile_rows"));
+  m.def("attn_prefill", &attn_prefill, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask"),
+        py::arg("is_causal"), py::arg("scale"), py::arg("return_lse"), py::arg("out"));
+  m.def("attn_paged_prefill", &attn_paged_prefill, py::arg("q"), py::arg("k_pool"),
+        py::arg("v_pool"), py::arg("page_table"), py::arg("qo_indptr"), py::arg("kv_indptr"),
+        py::arg("q_tile_to_batch"), py::arg("q_tile_to_index"), py::arg("page_size"),
+        py::arg("is_causal"), py::arg("scale"), py::arg("return_lse"), py::arg("out"));
+}
