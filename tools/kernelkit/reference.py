@@ -95,7 +95,8 @@ def attention(
         last = lengths[:, None] - q_len + torch.arange(q_len, device=q.device)
         seen = seen & (key <= last[..., None])[:, None]
     if mask is not None:
-        seen = seen & (mask[:, None, None] if mask.dim() == 2 else mask.view(-1, 1, q_len, kv_len))
+        rows = 1 if mask.dim() == 2 else q_len
+        seen = seen & mask.reshape(len(q), 1, rows, kv_len)
     queries, keys, values = (x.double().transpose(1, 2) for x in (q, k, v))
     # A NaN times a probability of 0 is a NaN.
     keys, values = (

@@ -138,8 +138,10 @@ DENSE_ERRORS: Cases = [
         r"v: expected the strides of k, \[1728, 192, 64, 1\], got \[1728, 64, 576, 1\]",
         {"v": ones(2, 3, 9, 64).transpose(1, 2)},
     ),
-    ("mask of bytes", TypeError, "mask: expected dtype bool, got uint8", {"mask": keep(2, 9).byte()}),
-    ("mask added", TypeError, "mask: expected dtype bool, got float32", {"mask": torch.ones(2, 9)}),
+    ("mask of bytes", TypeError, "mask: expected dtype bool, got uint8",
+     {"mask": keep(2, 9).byte()}),
+    ("mask added", TypeError, "mask: expected dtype bool, got float32",
+     {"mask": torch.ones(2, 9)}),
     ("mask 1-D", ValueError, f"mask: expected shape {MASK}, got 1-D", {"mask": keep(9)}),
     (
         "mask of another batch",

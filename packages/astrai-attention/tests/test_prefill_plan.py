@@ -59,7 +59,7 @@ def test_heads_of_a_kv_head_share_a_cta(q_heads: int, kv_heads: int, heads: int)
 
 
 def test_the_tiles_of_the_maps() -> None:
-    assert Q_TILE_ROWS == plan()["q_tile_rows"]
+    assert plan()["q_tile_rows"] == Q_TILE_ROWS
     parts = {
         (128, 8): (32, 2, 1),
         (128, 16): (64, 1, 1),

@@ -291,7 +291,8 @@ struct WarpState {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float old = reference[m][half];
-        const float now = fmaxf(old, top[m][half]);
+        // Not that of a row that has not: what becomes of a row depends on no other.
+        const float now = top[m][half] > old + slack ? top[m][half] : old;
         const float ratio = old == now ? 1.0f : exp2_fast((old - now) * scale_log2);
         reference[m][half] = now;
         sum[m][half] *= ratio;

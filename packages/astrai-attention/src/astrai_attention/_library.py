@@ -158,12 +158,14 @@ def _fake_paged_prefill(
 
 
 def _register_attention(
-    name: str, arguments: str, run: Callable[..., Any], fake: Callable[..., tuple[Tensor, Tensor]]
+    name: str, arguments: str, fake: Callable[..., tuple[Tensor, Tensor]]
 ) -> None:
-    """Four operators: with and without `lse`, allocating and writing into `out`.
+    """Four operators: with and without `lse`, allocating and writing into `out`."""
 
-    `run` takes the arguments, then return_lse and out.
-    """
+    def run(*operands: Any) -> Any:
+        # Looked up at the call: without a compiled module, importing this must not fail.
+        return getattr(native, name)(*operands)
+
     into = f"{arguments}, Tensor(a!) out"
     register(
         f"{name}({arguments}) -> Tensor",
@@ -199,7 +201,6 @@ def _attention(
 _register_attention(
     "attn_prefill",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale",
-    lambda *a: native.attn_prefill(*a),
     _fake_prefill,
 )
 _register_attention(
@@ -207,7 +208,6 @@ _register_attention(
     "Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor qo_indptr, "
     "Tensor kv_indptr, Tensor q_tile_to_batch, Tensor q_tile_to_index, int page_size, "
     "bool is_causal, float? scale",
-    lambda *a: native.attn_paged_prefill(*a),
     _fake_paged_prefill,
 )
 

@@ -180,7 +180,9 @@ def attn_paged_prefill(
         RuntimeError: no compiled module, no code for this GPU, an input that requires grad while
             grad is enabled, or an error of the CUDA runtime.
     """
-    run = _library.attn_paged_prefill if torch.compiler.is_compiling() else native.attn_paged_prefill
+    run = (
+        _library.attn_paged_prefill if torch.compiler.is_compiling() else native.attn_paged_prefill
+    )
     return run(
         q,
         k_pool,
