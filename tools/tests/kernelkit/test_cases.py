@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from kernelkit.cases import CHAINS, GemvCase, NormCase, RotaryCase, SwigluCase
+from kernelkit.cases import CHAINS, GemvCase, NormCase, PrefillCase, RotaryCase, SwigluCase
 
 
 def test_labels_and_counts():
@@ -14,6 +14,11 @@ def test_labels_and_counts():
     rotary = RotaryCase(2, 3, 5, 16, interleaved=True)
     assert rotary.label == "B=2,S=3,H=5,d=16,interleaved"
     assert rotary.bytes_moved == 2 * 2 * (2 * 3 * 5 * 16) + 2 * 4 * (3 * 8)
+    prefill = PrefillCase(2, 3, 4, 2, 32, causal=True)
+    assert prefill.label == "B=2,S=3,hq=4,hk=2,d=32,causal"
+    assert prefill.bytes_moved == 2 * (2 * 2 * 3 * 4 * 32 + 2 * 2 * 3 * 2 * 32)
+    assert prefill.flops == 2 * 4 * 2 * (3 * 3 * 32)
+    assert PrefillCase(2, 3, 4, 2, 32, causal=False).flops == 2 * prefill.flops
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda c: c.model)

@@ -181,9 +181,9 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
   // Without keys there is nothing to mask, and perhaps no memory.
   const bool masked = mask && mask->numel() > 0;
   const int device = q.device_index();
-  const attention::PrefillPlan plan = attention::plan_prefill(
-      {batch, q_len, kv_len, 0, heads, k.size(2), q.size(3), masked},
-      attention::device_info(device));
+  const attention::PrefillPlan plan =
+      attention::plan_prefill({batch, q_len, kv_len, 0, heads, k.size(2), q.size(3), masked},
+                              attention::device_info(device));
   attention::DensePrefillParams params{};
   set_common(params, q, *out, scale, plan, heads / k.size(2), causal);
   if (with_lse) params.lse = torch.view("lse", lse).data<float>();
