@@ -166,6 +166,44 @@ class DecodeCase:
 
 
 @dataclass(frozen=True)
+class PrefillCase:
+    """Attention of ``[batch, seq, q_heads, head_dim]`` over as many keys of `kv_heads` heads."""
+
+    batch: int
+    seq: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def label(self) -> str:
+        """The `case` of a benchmark row."""
+        heads = f"hq={self.q_heads},hk={self.kv_heads},d={self.head_dim}"
+        return f"B={self.batch},S={self.seq},{heads},{'causal' if self.causal else 'full'}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that must be read and written once: q, k, v; the result."""
+        return 4 * self.batch * self.seq * self.head_dim * (self.q_heads + self.kv_heads)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products; a causal mask leaves half of them."""
+        full = 4 * self.batch * self.q_heads * self.seq**2 * self.head_dim
+        return full // 2 if self.causal else full
+
+
+PREFILL_CASES = (
+    PrefillCase(1, 2048, 32, 8, 128, causal=True),
+    PrefillCase(1, 8192, 32, 8, 128, causal=True),
+    PrefillCase(4, 4096, 32, 8, 64, causal=True),
+    PrefillCase(2, 4096, 16, 16, 256, causal=True),
+    PrefillCase(1, 8192, 32, 8, 128, causal=False),
+)
+
+
+@dataclass(frozen=True)
 class Projection:
     """One linear layer of a model, ``[n, k]``, fed by the first k outputs of `source`.
 

@@ -3,8 +3,9 @@
 
 A figure is the time per node of a CUDA graph whose operands come from HBM; see kernelkit.timing.
 Providers: `astrai`, `torch` (unfused torch ops), and `copy` (torch's copy of the same tensor: what
-the memory system gives); for decode `cudnn` and `flash` (of scaled_dot_product_attention, over the
-same tensors), and over pages `flashinfer`, where it is installed: the faster of its two kernels.
+the memory system gives); `cudnn` and `flash` (of scaled_dot_product_attention, over contiguous
+tensors), and of decode over pages `flashinfer`, if it is installed: the faster of its two kernels.
+`astrai-paged16` is prefill over pages of 16 tokens, in any order.
 """
 
 from __future__ import annotations
@@ -19,9 +20,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from astrai_attention import attn_decode, attn_paged_decode, rotary_emb
+from astrai_attention import (
+    attn_decode,
+    attn_paged_decode,
+    attn_paged_prefill,
+    attn_prefill,
+    q_tile_schedule,
+    rotary_emb,
+)
 from kernelkit import reference, timing
-from kernelkit.cases import DECODE_PAGES, DECODE_SHAPES, ROTARY_TOKENS, DecodeCase, RotaryCase
+from kernelkit.cases import (
+    DECODE_PAGES,
+    DECODE_SHAPES,
+    PREFILL_CASES,
+    ROTARY_TOKENS,
+    DecodeCase,
+    PrefillCase,
+    RotaryCase,
+)
 from kernelkit.results import Environment, Row, merge, results_path
 
 BF16 = torch.bfloat16
@@ -203,6 +219,90 @@ def bench_decode(env: Environment) -> Iterator[Row]:
                     yield decode_row(env, case, provider, decodes, paged, ref)
 
 
+PAGE_SIZE = 16
+# Queries, of the heads of one KV head, whose float64 reference is compared.
+PREFILL_CHECKED = 256
+
+Call = Callable[[], Tensor]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=causal,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)
+
+
+def paged_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    """The same problem over pools whose pages lie in any order."""
+    batch, seq = q.shape[:2]
+    table = torch.randperm(batch * seq // PAGE_SIZE, device="cuda")
+    pools = []
+    for x in (k, v):
+        pages = x.view(-1, PAGE_SIZE, *x.shape[2:])
+        pools.append(torch.empty_like(pages))
+        pools[-1][table] = pages
+    indptr, *maps = (
+        torch.tensor(x, dtype=torch.int32, device="cuda") for x in q_tile_schedule([seq] * batch)
+    )
+    run = partial(
+        attn_paged_prefill,
+        q.flatten(0, 1),
+        *pools,
+        table.int().view(batch, -1),
+        indptr,
+        indptr,
+        *maps,
+        page_size=PAGE_SIZE,
+        is_causal=causal,
+    )
+    return lambda: run().view_as(q)
+
+
+def prefill_error(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], causal: bool) -> float:
+    q, k, v = operands
+    group = q.shape[2] // k.shape[2]
+    last = slice(-PREFILL_CHECKED, None)
+    ref, _ = reference.attention(q[:1, last, :group], k[:1, :, :1], v[:1, :, :1], is_causal=causal)
+    return max_error(out[:1, last, :group], ref)
+
+
+def prefill_providers(case: PrefillCase) -> dict[str, Callable[..., Call]]:
+    """From q, k and v to the call that is measured."""
+    causal = case.causal
+    return {
+        "astrai": lambda q, k, v: partial(attn_prefill, q, k, v, is_causal=causal),
+        "astrai-paged16": lambda q, k, v: paged_call(q, k, v, causal),
+        "flash": lambda q, k, v: partial(sdpa, q, k, v, causal, SDPBackend.FLASH_ATTENTION),
+        "cudnn": lambda q, k, v: partial(sdpa, q, k, v, causal, SDPBackend.CUDNN_ATTENTION),
+    }
+
+
+def bench_prefill(env: Environment) -> Iterator[Row]:
+    for case in PREFILL_CASES:
+        heads = (case.q_heads, case.kv_heads, case.kv_heads)
+        sets = []
+        for _ in range(timing.operand_sets(case.bytes_moved)):
+            q, k, v = (randn(case.batch, case.seq, h, case.head_dim) for h in heads)
+            sets.append((q, k, v))
+        for provider, make in prefill_providers(case).items():
+            calls = [make(*operands) for operands in sets]
+            yield env.row(
+                "attention",
+                "attn_prefill",
+                case.label,
+                provider,
+                timing.node_time_us(calls, nodes=timing.MIN_NODES),
+                bytes_moved=case.bytes_moved,
+                flops=case.flops,
+                error=prefill_error(calls[0](), sets[0], case.causal),
+            )
+
+
 def bench_host(env: Environment) -> Iterator[Row]:
     """Host time of one eager call: a small problem, so that the launch queue never fills."""
     x, angle = randn(1, 1, 32, 128), torch.rand(1, 64, device="cuda")
@@ -223,6 +323,7 @@ def bench_host(env: Environment) -> Iterator[Row]:
 
 BENCHMARKS = {
     "decode": bench_decode,
+    "prefill": bench_prefill,
     "rotary": bench_rotary,
     "host": bench_host,
 }
@@ -243,7 +344,8 @@ def main() -> None:
             for row in BENCHMARKS[name](env):
                 rows.append(row)
                 print(
-                    f"{row.op:17} {row.case:42} {row.provider:10} {row.median_us:9.2f} us",
+                    f"{row.op:17} {row.case:42} {row.provider:14} {row.median_us:9.2f} us"
+                    + ("" if row.tflops is None else f" {row.tflops:7.1f} TFLOP/s"),
                     flush=True,
                 )
             merge(results_path(args.results, env.gpu, "attention"), rows)

@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from kernelkit.cases import CHAINS, DecodeCase, GemvCase, NormCase, RotaryCase, SwigluCase
+from kernelkit.cases import (
+    CHAINS,
+    DecodeCase,
+    GemvCase,
+    NormCase,
+    PrefillCase,
+    RotaryCase,
+    SwigluCase,
+)
 
 
 def test_labels_and_counts():
@@ -18,6 +26,11 @@ def test_labels_and_counts():
     assert decode.label == "B=2,kv=7,hq=6,hk=3,d=32,page=16"
     assert decode.bytes_moved == 2 * (2 * (2 * 7 * 3 * 32) + 2 * (2 * 6 * 32))
     assert decode.flops == 2 * 6 * (2 * 7 * 32 + 2 * 7 * 32)
+    prefill = PrefillCase(2, 3, 4, 2, 32, causal=True)
+    assert prefill.label == "B=2,S=3,hq=4,hk=2,d=32,causal"
+    assert prefill.bytes_moved == 2 * (2 * 2 * 3 * 4 * 32 + 2 * 2 * 3 * 2 * 32)
+    assert prefill.flops == 2 * 4 * 2 * (3 * 3 * 32)
+    assert PrefillCase(2, 3, 4, 2, 32, causal=False).flops == 2 * prefill.flops
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda c: c.model)

@@ -187,11 +187,13 @@ def _register_attention(
 
 def _attention(
     name: str, tensors: Sequence[Tensor], arguments: Sequence[Any], lse: bool, out: Tensor | None
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     refuse_grad(*tensors, out)
     ops = torch.ops.astrai_attention
     if out is None:
-        return getattr(ops, f"{name}_lse" if lse else name)(*arguments)
+        result: Tensor | tuple[Tensor, Tensor]
+        result = getattr(ops, f"{name}_lse" if lse else name)(*arguments)
+        return result
     if lse:
         return out, getattr(ops, f"{name}_lse_out")(*arguments, out)
     getattr(ops, f"{name}_out")(*arguments, out)
@@ -212,11 +214,11 @@ _register_attention(
 )
 
 
-def attn_prefill(*arguments: Any) -> Any:
+def attn_prefill(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
     *rest, lse, out = arguments
     return _attention("attn_prefill", rest[:3], rest, lse, out)
 
 
-def attn_paged_prefill(*arguments: Any) -> Any:
+def attn_paged_prefill(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
     *rest, lse, out = arguments
     return _attention("attn_paged_prefill", rest[:3], rest, lse, out)
