@@ -135,8 +135,12 @@ def test_greedy_text_differs_at_ties_only(
         with astrai_core.explain() as report, patch(network):
             text, _ = decode(network, ids)
         assert {row.op for row in report.rows if row.chosen == "gemv"} == {"linear", "swiglu"}
-        # Rotary embedding and attention are the same in both: this is about the linears.
-        with astrai_core.use(linear="torch", swiglu="torch"), patch(network):
+        assert {row.chosen for row in report.rows if row.op == "attention"} == {"cuda"}
+        with (
+            astrai_core.use(linear="torch", swiglu="torch"),
+            astrai_core.attn_backend("torch_native"),
+            patch(network),
+        ):
             _, logits = decode(network, ids, forced=text)
         chosen = logits.gather(-1, text[:, None]).squeeze(-1)
         best = logits.max(-1).values
