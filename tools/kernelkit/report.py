@@ -19,6 +19,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
         "attn_decode": ("cudnn", "flash", "astrai"),
         "attn_paged_decode": ("flashinfer", "astrai"),
+        "attn_prefill": ("flash", "cudnn", "astrai", "astrai-paged16"),
         "rotary_emb": ("torch", "astrai", "copy"),
         "host": ("torch", "astrai"),
     },
@@ -61,7 +62,10 @@ def render(folder: Path) -> str:
             f"\n## {first.family} on {first.gpu}\n\n"
             f"torch {first.torch}, CUDA {first.cuda}, driver {first.driver}, {first.date}\n"
         )
-        for op, (base, *others) in TABLES[first.family].items():
+        tables = TABLES[first.family]
+        if unknown := {(r.op, r.provider) for r in rows if r.provider not in tables.get(r.op, ())}:
+            raise ValueError(f"{path}: no place in the page for {sorted(unknown)}")
+        for op, (base, *others) in tables.items():
             means = [(name, speedup(rows, op, base, name)) for name in others]
             said = ", ".join(f"`{name}` {mean:.2f}x" for name, mean in means if mean is not None)
             if not any(row.op == op for row in rows):

@@ -135,7 +135,7 @@ SHAPES: list[Case] = [
     (
         "v of another head_dim",
         ValueError,
-        r"v: expected size 32 \(head_dim of q\) in dimension 3",
+        r"v: expected size 32 \(that of k\) in dimension 3",
         {"v": ones(2, 5, 3, 64)},
     ),
     (
@@ -173,7 +173,7 @@ LAYOUTS: list[Case] = [
     (
         "strides of v unlike k",
         ValueError,
-        r"v: expected the strides of k \[480, 96, 32, 1\], got \[480, 32, 160, 1\]",
+        r"v: expected the strides of k, \[480, 96, 32, 1\], got \[480, 32, 160, 1\]",
         {"v": ones(2, 3, 5, 32).transpose(1, 2)},
     ),
     (
@@ -339,13 +339,15 @@ OTHERS: list[Case] = [
         (
             f"scale {scale}",
             ValueError,
-            f"scale: expected a number that is finite in fp32, got {text}",
+            f"scale: expected a number in .*, got {text}",
             {"scale": scale},
         )
         for scale, text in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (1e39, "1e"))
     ),
-    ("scale text", TypeError, "scale: expected a number, got str", {"scale": "1"}),
-    ("scale a list", TypeError, "scale: expected a number, got list", {"scale": [1.0]}),
+    ("scale a bool", TypeError, "scale: expected a float, got bool", {"scale": True}),
+    ("scale of 0", ValueError, r"scale: expected a number in .*, got 0", {"scale": 0.0}),
+    ("scale text", TypeError, "scale: expected a float, got str", {"scale": "1"}),
+    ("scale a list", TypeError, "scale: expected a float, got list", {"scale": [1.0]}),
     ("q an array", TypeError, "q: expected a torch.Tensor, got numpy.", {"q": numpy.ones(64)}),
     ("k None", TypeError, "k: expected a torch.Tensor, got NoneType", {"k": None}),
     ("v a list", TypeError, "v: expected a torch.Tensor, got list", {"v": [1.0]}),

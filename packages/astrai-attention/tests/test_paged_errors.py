@@ -133,7 +133,7 @@ POOLS: list[Case] = [
     (
         "strides of v unlike k",
         ValueError,
-        r"v_pool: expected the strides of k_pool \[384, 96, 32, 1\], got \[384, 32, 128, 1\]",
+        r"v_pool: expected the strides of k_pool, \[384, 96, 32, 1\], got \[384, 32, 128, 1\]",
         {"v_pool": heads_first()},
     ),
     (
@@ -290,8 +290,10 @@ OUTS: list[Case] = [
         )
     ),
     ("return_lse", TypeError, "return_lse: expected a bool, got int", {"return_lse": 0}),
-    ("scale", ValueError, "scale: expected a number that is finite", {"scale": math.nan}),
-    ("scale text", TypeError, "scale: expected a number, got str", {"scale": "1"}),
+    ("scale", ValueError, "scale: expected a number in", {"scale": math.nan}),
+    ("page_size a bool", TypeError, "page_size: expected an int, got bool", {"page_size": True}),
+    ("page_size a float", TypeError, "page_size: expected an int, got float", {"page_size": 4.0}),
+    ("scale text", TypeError, "scale: expected a float, got str", {"scale": "1"}),
     ("k None", TypeError, "k_pool: expected a torch.Tensor, got NoneType", {"k_pool": None}),
     ("table None", TypeError, "page_table: expected a torch.Tensor", {"page_table": None}),
     ("lengths a list", TypeError, "seq_lens: expected a torch.Tensor", {"seq_lens": [1, 1]}),

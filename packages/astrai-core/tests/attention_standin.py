@@ -34,6 +34,7 @@ def dense(
     is_causal: bool = False,
 ) -> Tensor:
     assert mask is None or mask.dim() in (2, 3)
+    assert all(x.data_ptr() % 16 == 0 for x in (q, k, v))
     outputs = []
     for b in range(q.shape[0]):
         keep = triangle(q.shape[1], k.shape[1], is_causal)

@@ -311,3 +311,16 @@ def test_cudnn_comes_back_after_the_last_of_several_threads() -> None:
         assert torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_operands_may_begin_anywhere(backend: Any) -> None:
+    """A contiguous slice off 16 bytes, dense and with a cache; the stand-in asserts its start."""
+    del backend
+    q, k, v = (
+        torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in operands(2, 1, 1)
+    )
+    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in (q, k, v))
+    assert_close(attention(q, k, v, fwd="decode"), exact(q, k, v))
+    cache = PagedKVCache(1, 8, 4, 2, DIM, device="cpu")
+    step = cache.begin_step([cache.new_sequence(), cache.new_sequence()], 1)
+    assert_close(attention(q, k, v, step), exact(q, k, v))

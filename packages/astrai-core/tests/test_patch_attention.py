@@ -221,3 +221,27 @@ model = pickle.loads(Path({str(tmp_path / "model.pickle")!r}).read_bytes())
 print(model(input_ids=torch.tensor([[5, 7]])).logits.shape[1])
 """
     assert run_python(script).strip() == "2"
+
+
+def test_functions_of_the_same_shape_are_not_llamas(monkeypatch):
+    """Other constants or defaults are other mathematics, though the instructions are the same."""
+
+    def quarters(x):
+        """Not halves."""
+        x1 = x[..., : x.shape[-1] // 4]
+        x2 = x[..., x.shape[-1] // 4 :]
+        return torch.cat((-x2, x1), dim=-1)
+
+    quarters.__code__ = quarters.__code__.replace(co_name="rotate_half")
+    model = llama()
+    assert "model.layers.0.self_attn" not in patch(model).skipped
+    monkeypatch.setattr(modeling_llama, "rotate_half", quarters)
+    changed = patch(llama())
+    assert "model.layers.0.self_attn" in changed.skipped
+    monkeypatch.undo()
+    original = modeling_llama.apply_rotary_pos_emb
+    other = type(original)(
+        original.__code__, original.__globals__, "apply_rotary_pos_emb", (2,), original.__closure__
+    )
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
+    assert "model.layers.0.self_attn" in patch(llama()).skipped

@@ -101,6 +101,11 @@ def test_the_kernel_serves_bf16_without_gradients(
     assert row.passed_over == {"torch": "the kernel can serve the call"}
 
 
+def off_16_bytes(x: Tensor) -> Tensor:
+    """The same values, contiguous, from the second element of an allocation on."""
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -109,6 +114,11 @@ def test_the_kernel_serves_bf16_without_gradients(
         (lambda x, cos: (x[..., :8], cos[:, :4]), "head_dim = 8"),
         (lambda x, cos: (x.mT.contiguous().mT, cos), "the rows of x are not contiguous"),
         (lambda x, cos: (x, cos.mT.contiguous().mT), "cos or sin is not contiguous"),
+        (lambda x, cos: (x, off_16_bytes(cos)), "cos or sin is not contiguous, or does not start"),
+        (
+            lambda x, cos: (off_16_bytes(x), cos),
+            "the rows of x are not contiguous, or do not start",
+        ),
         (lambda x, cos: (x[:0], cos), "there is nothing to compute"),
     ],
 )

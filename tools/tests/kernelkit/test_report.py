@@ -38,6 +38,14 @@ def test_what_was_not_measured_has_no_section_and_no_mean(tmp_path: Path) -> Non
     assert "Geometric mean" not in page and "### rotary_emb" not in page
 
 
+@pytest.mark.parametrize(("op", "provider"), [("attn", "astrai"), ("rotary_emb", "rival")])
+def test_a_row_without_a_place_is_an_error(tmp_path: Path, op: str, provider: str) -> None:
+    rows = [ENV.row("attention", op, "B=1", provider, 8.0)]
+    merge(results_path(tmp_path, ENV.gpu, "attention"), rows)
+    with pytest.raises(ValueError, match=f"no place in the page for .*{op}"):
+        report.render(tmp_path)
+
+
 def test_check_finds_a_page_that_was_edited(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,14 +3,15 @@
 //
 // Algorithm. Tokens are the rows of both products, query heads of one KV head their 8 columns:
 // S^T[token, head] = K Q^T, then O^T[d, head] += V^T P^T with mma.m16n8k16; the transposed probabilities
-// cross lanes by movmatrix. A warp takes 16 tokens a step with an online softmax of its own. Warps and
-// CTAs keep (maximum, sum, accumulator) apart until all tokens are read; they are merged in a fixed order.
+// cross lanes by movmatrix. A step of a warp is a tile of 16 tokens, of 32 for head_dim 32 and 64, with an
+// online softmax of its own. Warps and CTAs keep (maximum, sum, accumulator) apart until all tokens are
+// read; they are merged in a fixed order.
 //
-// Grid. A unit is one KV head of one sequence with up to 8 of its query heads. A cluster of `parts` CTAs, or
-// `splits` CTAs, share a unit; their warps take tiles of 16 tokens in turn, up to the length that the
-// device finds. In a cluster each CTA sends every other one the sums of the outputs that are that one's to
-// finish, by stores that count on a barrier of the receiver. Splits leave their sums in a workspace, and merge_kernel, launched
-// behind as a dependent, adds them. Neither has counters or atomics; the order is fixed.
+// Grid. A unit is one KV head of one sequence with up to 8 of its query heads. A cluster of `parts` CTAs,
+// or `splits` CTAs, share a unit; their warps take tiles in turn, up to the length that the device finds.
+// In a cluster each CTA sends every other one the sums of the outputs that are that one's to finish, by
+// stores that count on a barrier of the receiver. Splits leave their sums in a workspace, and
+// merge_kernel, launched behind as a dependent, adds them. Neither has counters or atomics.
 //
 // Shared memory. Each warp has a ring of K and V tiles filled by cp.async: no CTA barrier in the main
 // loop. head_dim 128 on sm_90: 4 or 8 warps x 3 stages x 8 KB + 5 KB of inbox; see decode_plan.h.
@@ -23,7 +24,15 @@
 //
 // Floor. The bytes of K and V at the read bandwidth, plus 3 us: wait, length, (page id,) first tile,
 // merge.
+//
+// What lost. Clusters of 16: at batch 1 seven of eight find a place, and 131,072 tokens took 153 us.
+// Clusters of 8 at that length gather on half of the GPCs: 198 us, where splits take 126. A contiguous
+// range of tokens for each CTA instead of tiles in turn: no better. The release of a cluster barrier in
+// place of counted stores: 0.3 us more, it is a fence of the whole GPU. Four warps on an SM: 188 us, too
+// few to hide one another. Page ids one tile ahead instead of two: 2 % slower over pages of 16.
 #pragma once
+
+#include <type_traits>
 
 #include "astrai/device/async_copy.cuh"
 #include "astrai/device/mma.cuh"
@@ -54,7 +63,7 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t rows) {
 // Fills a warp's ring with the tiles `first`, `first` + `step`, ...
 template <int kHeadDim, int kWarps, class Kv>
 struct TileLoader {
-  static constexpr bool kPaged = sizeof(Kv) == sizeof(PagedKv);
+  static constexpr bool kPaged = std::is_same_v<Kv, PagedKv>;
   static constexpr int kStages = decode_stages(kDecodeArch, kHeadDim);
   static constexpr int kStageBytes = decode_stage_bytes(kHeadDim);
   static constexpr int kRowBytes = 2 * kHeadDim;
@@ -69,7 +78,7 @@ struct TileLoader {
   const uint64_t policy;
   int tile, slot;
   // Pages of the next two tiles: an id takes longer to come than a tile. Of the tile's first token where
-  // the tile lies in one page, else of token lane % 16.
+  // the tile lies in one page, else of token lane % kTile.
   int page, later_page;
 
   __device__ __forceinline__ TileLoader(const DecodeParams<Kv>& p, int batch, int head, int length,

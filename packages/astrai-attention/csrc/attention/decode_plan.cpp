@@ -48,7 +48,7 @@ DecodePlan plan_decode(const DecodeProblem& p, const DeviceInfo& device) {
   // A cluster merges in 1 us, a second kernel in 2. But clusters do not spread over the GPCs: 8 of 8 CTAs
   // get half of the bandwidth, which matters from some length on.
   const int parts = device.image_arch >= 90 ? kDecodeMaxParts : 1;
-  if (most > parts && p.max_length > kClusterTokens)
+  if (most > parts && (parts == 1 || p.max_length > kClusterTokens))
     plan.splits = static_cast<int>(most);
   else
     while (plan.parts * 2 <= std::min<int64_t>(most, parts)) plan.parts *= 2;

@@ -35,12 +35,7 @@ constexpr int decode_warps(int image_arch, int head_dim, bool many_units) {
 
 // K and V of a tile, for each warp.
 constexpr int decode_stages(int image_arch, int head_dim) {
-  switch (head_dim) {
-    case 32: return 4;
-    case 64: return is_roomy(image_arch) ? 3 : 2;
-    case 128: return is_roomy(image_arch) ? 3 : 2;
-    default: return is_roomy(image_arch) ? 3 : 2;
-  }
+  return head_dim == 32 ? 4 : is_roomy(image_arch) ? 3 : 2;
 }
 
 constexpr int decode_ctas_per_sm(int image_arch, int head_dim, int warps) {

@@ -5,6 +5,7 @@
 
 #include "astrai/host/torch_exchange.h"
 #include "attention/decode_params.h"
+#include "bindings/arguments.h"
 #include "bindings/bindings.h"
 #include "family.h"
 
@@ -25,14 +26,6 @@ using Bf16 = __nv_bfloat16;
 constexpr int64_t kMaxInt = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 constexpr int64_t kMaxHeads = 65535;
-constexpr int kMaxPageSize = 256;
-
-int64_t expect_head_dim(const TensorView& x) {
-  const int64_t head_dim = x.size(-1);
-  if (!attention::is_decode_head_dim(head_dim))
-    throw ValueError(concat(x.name(), ": expected head_dim 32, 64, 128 or 256, got ", head_dim));
-  return head_dim;
-}
 
 // q: [batch, 1, q_heads, head_dim].
 struct Queries {
@@ -42,8 +35,9 @@ struct Queries {
         .expect_size(1, 1, "one token of each sequence")
         .expect_size_in(0, 0, kMaxInt, "batch")
         .expect_size_in(2, 1, kMaxHeads, "q_heads");
-    head_dim = expect_head_dim(q);
+    attention::check_head_dim(q);
     q.expect_aligned_rows();
+    head_dim = q.size(3);
     batch = q.size(0);
     heads = q.size(2);
   }
@@ -61,15 +55,6 @@ void check_kv(const TensorView& x, const Queries& q, const char* layout) {
                             " heads of q, got ", x.size(2)));
 }
 
-// K and V are addressed with the same offsets.
-void check_alike(const TensorView& v, const TensorView& k) {
-  for (int i = 0; i < 4; ++i) v.expect_size(i, k.size(i), concat("that of ", k.name()).c_str());
-  for (int i = 0; i < 3; ++i)
-    if (v.size(i) > 1 && v.stride(i) != k.stride(i))
-      throw ValueError(concat(v.name(), ": expected the strides of ", k.name(), " ",
-                              k.strides_text(), ", got ", v.strides_text()));
-}
-
 attention::DecodeMask mask_of(const TensorView& mask, int64_t batch, int64_t length) {
   mask.expect_dtype(DType::kBool)
       .expect_rank(2, 4, "[batch, kv_len], [batch, 1, kv_len] or [batch, 1, 1, kv_len]")
@@ -77,20 +62,6 @@ attention::DecodeMask mask_of(const TensorView& mask, int64_t batch, int64_t len
       .expect_size(-1, length, "kv_len of k");
   for (int i = 1; i < mask.rank() - 1; ++i) mask.expect_size(i, 1, "one query of each sequence");
   return {mask.data<uint8_t>(), mask.stride(0), mask.stride(-1)};
-}
-
-float scale_log2(py::handle scale, int64_t head_dim) {
-  constexpr double kLog2E = 1.4426950408889634;
-  if (scale.is_none()) return static_cast<float>(kLog2E / std::sqrt(static_cast<double>(head_dim)));
-  const double value = PyFloat_AsDouble(scale.ptr());
-  if (PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw TypeError(concat("scale: expected a number, got ", Py_TYPE(scale.ptr())->tp_name));
-  }
-  const float in_log2 = static_cast<float>(value * kLog2E);
-  if (!std::isfinite(in_log2))
-    throw ValueError(concat("scale: expected a number that is finite in fp32, got ", value));
-  return in_log2;
 }
 
 // The caller's `out` or a fresh one, and the log-sum-exp where it is asked for.
@@ -179,22 +150,21 @@ py::object run(Params& params, py::handle q_object, const TensorView& q, const Q
 py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle mask_,
                        py::handle scale, py::handle return_lse, py::handle out_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool with_lse = as_bool("return_lse", return_lse);
+  const bool with_lse = attention::as_bool("return_lse", return_lse);
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k", k_);
   const TensorView v = torch.view("v", v_);
   const Queries shape(q);
   check_kv(k, shape, "[batch, kv_len, kv_heads, head_dim]");
   k.expect_size(0, shape.batch, "batch of q").expect_size_in(1, 0, kMaxLength, "kv_len");
-  check_kv(v, shape, "[batch, kv_len, kv_heads, head_dim]");
-  check_alike(v, k);
+  attention::check_v(v, k, "[batch, kv_len, kv_heads, head_dim]");
   attention::DecodeParams<attention::ContigKv> params{};
   std::optional<TensorView> mask;
   if (!mask_.is_none()) {
     mask.emplace(torch.view("mask", mask_));
     params.mask = mask_of(*mask, shape.batch, k.size(1));
   }
-  params.scale_log2 = scale_log2(scale, shape.head_dim);
+  params.scale_log2 = attention::scale_log2(scale, shape.head_dim);
   Result result(out_, q_, q, with_lse);
   for (const TensorView* input : {&q, &k, &v}) result.expect_disjoint(*input);
   if (mask) result.expect_disjoint(*mask);
@@ -210,24 +180,21 @@ py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle m
 }
 
 py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::handle table_,
-                             py::handle lengths_, int64_t page_size, py::handle new_k_,
+                             py::handle lengths_, py::handle page_size_, py::handle new_k_,
                              py::handle new_v_, py::handle scale, py::handle return_lse,
                              py::handle out_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool with_lse = as_bool("return_lse", return_lse);
+  const bool with_lse = attention::as_bool("return_lse", return_lse);
+  const int64_t page_size = attention::as_page_size(page_size_);
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k_pool", k_);
   const TensorView v = torch.view("v_pool", v_);
   const TensorView table = torch.view("page_table", table_);
   const TensorView lengths = torch.view("seq_lens", lengths_);
   const Queries shape(q);
-  if (page_size < 1 || page_size > kMaxPageSize || (page_size & (page_size - 1)) != 0)
-    throw ValueError(
-        concat("page_size: expected a power of two in 1..", kMaxPageSize, ", got ", page_size));
   check_kv(k, shape, "[pages, page_size, kv_heads, head_dim]");
   k.expect_size(1, page_size, "page_size").expect_size_in(0, 0, kMaxInt, "pages");
-  check_kv(v, shape, "[pages, page_size, kv_heads, head_dim]");
-  check_alike(v, k);
+  attention::check_v(v, k, "[pages, page_size, kv_heads, head_dim]");
   const int64_t kv_heads = k.size(2);
   table.expect_dtype(DType::kInt32)
       .expect_rank(2, 2, "[batch, pages of a sequence]")
@@ -242,7 +209,7 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
     throw ValueError("new_k, new_v: expected both or neither");
   std::optional<TensorView> new_k, new_v;
   attention::DecodeParams<attention::PagedKv> params{};
-  params.scale_log2 = scale_log2(scale, shape.head_dim);
+  params.scale_log2 = attention::scale_log2(scale, shape.head_dim);
   Result result(out_, q_, q, with_lse);
   for (const TensorView* input : {&q, &k, &v, &table, &lengths}) result.expect_disjoint(*input);
   if (!new_k_.is_none()) {

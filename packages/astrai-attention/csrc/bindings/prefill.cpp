@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -8,6 +7,7 @@
 #include "attention/prefill_params.h"
 #include "attention/prefill_plan.h"
 #include "attention/schedule.h"
+#include "bindings/arguments.h"
 #include "bindings/bindings.h"
 #include "family.h"
 
@@ -26,53 +26,12 @@ namespace attention = astrai::attention;
 using Bf16 = __nv_bfloat16;
 
 constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
-constexpr int64_t kMaxPageSize = 256;
-
-int64_t as_int(const char* name, py::handle value) {
-  if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr()))
-    throw TypeError(concat(name, ": expected an int, got ", Py_TYPE(value.ptr())->tp_name));
-  const long long number = PyLong_AsLongLong(value.ptr());
-  if (number == -1 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw ValueError(concat(name, ": expected an int of 64 bits, got a larger one"));
-  }
-  return number;
-}
-
-// Times log2(e); by default 1 / sqrt(head_dim).
-float scale_log2(py::handle value, int64_t head_dim) {
-  constexpr double kLog2E = 1.4426950408889634;
-  if (value.is_none()) return static_cast<float>(kLog2E / std::sqrt(static_cast<double>(head_dim)));
-  if (PyBool_Check(value.ptr()) || (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr())))
-    throw TypeError(concat("scale: expected a float, got ", Py_TYPE(value.ptr())->tp_name));
-  const double number = PyFloat_AsDouble(value.ptr());
-  if (number == -1.0 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw ValueError("scale: expected a float, got a larger int");
-  }
-  const double scale = number * kLog2E;
-  // Neither the scale nor its inverse may leave the normal range of fp32.
-  if (!(scale >= 1e-30 && scale <= 1e30))
-    throw ValueError(concat("scale: expected a number in 1e-30..1e30, got ", number));
-  return static_cast<float>(scale);
-}
-
-void check_head_dim(const TensorView& q) {
-  if (!attention::is_prefill_head_dim(q.size(-1)))
-    throw ValueError(concat(q.name(), ": expected head_dim 32, 64, 128 or 256, got ", q.size(-1)));
-}
 
 void check_heads(const TensorView& q, const TensorView& k) {
   const int64_t heads = q.size(-2), kv_heads = k.size(-2);
   if (kv_heads < 1 ? heads > 0 : heads % kv_heads != 0)
     throw ValueError(
         concat(k.name(), ": expected kv_heads that divide q_heads = ", heads, ", got ", kv_heads));
-}
-
-void check_v(const TensorView& v, const TensorView& k, const char* layout) {
-  v.expect_dtype(DType::kBFloat16).expect_rank(4, 4, layout);
-  for (int i = 0; i < 4; ++i) v.expect_size(i, k.size(i), concat("that of ", k.name()).c_str());
-  v.expect_aligned_rows().expect_strides_of(k);
 }
 
 std::optional<TensorView> check_out(py::handle out_, const TensorView& q) {
@@ -129,8 +88,8 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
                         py::handle is_causal_, py::handle scale_, py::handle return_lse_,
                         py::handle out_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool causal = as_bool("is_causal", is_causal_);
-  const bool with_lse = as_bool("return_lse", return_lse_);
+  const bool causal = attention::as_bool("is_causal", is_causal_);
+  const bool with_lse = attention::as_bool("return_lse", return_lse_);
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k", k_);
   const TensorView v = torch.view("v", v_);
@@ -139,7 +98,7 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
       .expect_size_in(0, 0, kMaxCount, "batch")
       .expect_size_in(1, 0, attention::kPrefillMaxLength, "q_len")
       .expect_size_in(2, 0, kMaxCount, "q_heads");
-  check_head_dim(q);
+  attention::check_head_dim(q);
   q.expect_aligned_rows();
   k.expect_dtype(DType::kBFloat16)
       .expect_rank(4, 4, "[batch, kv_len, kv_heads, head_dim]")
@@ -148,10 +107,10 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
       .expect_size(3, q.size(3), "head_dim of q");
   check_heads(q, k);
   k.expect_aligned_rows();
-  check_v(v, k, "[batch, kv_len, kv_heads, head_dim]");
+  attention::check_v(v, k, "[batch, kv_len, kv_heads, head_dim]");
   std::optional<TensorView> mask;
   if (!mask_.is_none()) check_mask(mask.emplace(torch.view("mask", mask_)), q, k);
-  const float scale = scale_log2(scale_, q.size(3));
+  const float scale = attention::scale_log2(scale_, q.size(3));
   std::optional<TensorView> out = check_out(out_, q);
   if (out) {
     out->expect_disjoint(q).expect_disjoint(k).expect_disjoint(v);
@@ -202,12 +161,9 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
                               py::handle page_size_, py::handle is_causal_, py::handle scale_,
                               py::handle return_lse_, py::handle out_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool causal = as_bool("is_causal", is_causal_);
-  const bool with_lse = as_bool("return_lse", return_lse_);
-  const int64_t page_size = as_int("page_size", page_size_);
-  if (page_size < 1 || page_size > kMaxPageSize || (page_size & (page_size - 1)) != 0)
-    throw ValueError(
-        concat("page_size: expected a power of two in 1..", kMaxPageSize, ", got ", page_size));
+  const bool causal = attention::as_bool("is_causal", is_causal_);
+  const bool with_lse = attention::as_bool("return_lse", return_lse_);
+  const int64_t page_size = attention::as_page_size(page_size_);
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k_pool", k_pool_);
   const TensorView v = torch.view("v_pool", v_pool_);
@@ -220,7 +176,7 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
       .expect_rank(3, 3, "[total_q, q_heads, head_dim]")
       .expect_size_in(0, 0, kMaxCount, "total_q")
       .expect_size_in(1, 0, kMaxCount, "q_heads");
-  check_head_dim(q);
+  attention::check_head_dim(q);
   q.expect_aligned_rows();
   k.expect_dtype(DType::kBFloat16)
       .expect_rank(4, 4, "[pages, page_size, kv_heads, head_dim]")
@@ -229,7 +185,7 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
       .expect_size(3, q.size(2), "head_dim of q");
   check_heads(q, k);
   k.expect_aligned_rows();
-  check_v(v, k, "[pages, page_size, kv_heads, head_dim]");
+  attention::check_v(v, k, "[pages, page_size, kv_heads, head_dim]");
   page_table.expect_dtype(DType::kInt32)
       .expect_rank(2, 2, "[batch, max_pages]")
       .expect_rows_contiguous();
@@ -243,7 +199,7 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
                           kMaxCount, "tiles for all rows of q");
   check_index(to_index, "[q_tiles]");
   to_index.expect_size(0, to_batch.size(0), "tiles of q_tile_to_batch");
-  const float scale = scale_log2(scale_, q.size(2));
+  const float scale = attention::scale_log2(scale_, q.size(2));
   std::optional<TensorView> out = check_out(out_, q);
   const TensorView* const inputs[] = {&k,         &v,        &page_table, &qo_indptr,
                                       &kv_indptr, &to_batch, &to_index};
@@ -327,9 +283,9 @@ py::list to_list(const std::vector<int32_t>& values) {
 
 py::tuple q_tile_schedule(py::handle q_lens, py::handle tile_rows) {
   std::vector<int64_t> lengths;
-  for (const py::handle length : q_lens) lengths.push_back(as_int("q_lens", length));
+  for (const py::handle length : q_lens) lengths.push_back(attention::as_int("q_lens", length));
   const attention::QTileSchedule schedule =
-      attention::q_tile_schedule(lengths, as_int("tile_rows", tile_rows));
+      attention::q_tile_schedule(lengths, attention::as_int("tile_rows", tile_rows));
   return py::make_tuple(to_list(schedule.qo_indptr), to_list(schedule.q_tile_to_batch),
                         to_list(schedule.q_tile_to_index));
 }

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "astrai/host/torch_exchange.h"
+#include "bindings/arguments.h"
 #include "bindings/bindings.h"
 #include "family.h"
 #include "rotary/rotary.h"
@@ -74,7 +75,7 @@ py::object empty_like(py::handle object, const TensorView& x) {
 py::object rotary_emb(py::handle x_, py::handle cos_, py::handle sin_, py::handle interleaved_,
                       py::handle out_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool interleaved = as_bool("interleaved", interleaved_);
+  const bool interleaved = attention::as_bool("interleaved", interleaved_);
   const TensorView x = torch.view("x", x_);
   const TensorView cos = torch.view("cos", cos_);
   const TensorView sin = torch.view("sin", sin_);

@@ -9,7 +9,6 @@
 namespace {
 
 using namespace check;
-using astrai::attention::ContigKv;
 using astrai::attention::DecodeParams;
 
 struct Case {

@@ -167,21 +167,31 @@ def _register_attention(
         return getattr(native, name)(*operands)
 
     into = f"{arguments}, Tensor(a!) out"
+    # V has the strides of K, and rows start on 16 bytes: the order of the strides is not enough.
+    layout = torch.Tag.needs_exact_strides
     register(
         f"{name}({arguments}) -> Tensor",
         lambda *a: run(*a, False, None),
         lambda *a: fake(*a)[0],
+        layout,
     )
-    register(f"{name}_lse({arguments}) -> (Tensor, Tensor)", lambda *a: run(*a, True, None), fake)
+    register(
+        f"{name}_lse({arguments}) -> (Tensor, Tensor)",
+        lambda *a: run(*a, True, None),
+        fake,
+        layout,
+    )
     register(
         f"{name}_out({into}) -> ()",
         lambda *a: (run(*a[:-1], False, a[-1]), None)[1],
         lambda *a: (fake(*a[:-1]), None)[1],
+        layout,
     )
     register(
         f"{name}_lse_out({into}) -> Tensor",
         lambda *a: run(*a[:-1], True, a[-1])[1],
         lambda *a: fake(*a[:-1])[1],
+        layout,
     )
 
 

@@ -65,7 +65,7 @@ def attn_decode(
         mask: True keeps a key: bool ``[batch, kv_len]``, ``[batch, 1, kv_len]`` or
             ``[batch, 1, 1, kv_len]``. A row without any key gives zeros, and lse -inf.
         is_causal: no effect: the one query is the newest token.
-        scale: of the scores; ``head_dim ** -0.5`` when None.
+        scale: of the scores, positive; ``head_dim ** -0.5`` when None.
         return_lse: whether to return the natural logarithm of the sum of exponentials too.
         out: of the shape of ``q``, bf16, rows on 16 bytes; it may share no memory with an input.
             Allocated when None.
@@ -79,7 +79,8 @@ def attn_decode(
         RuntimeError: no compiled module, no code for this GPU, an input that requires grad while
             grad is enabled, or an error of the CUDA runtime.
     """
-    del is_causal
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal: expected a bool, got {type(is_causal).__name__}")
     if torch.compiler.is_compiling():
         return _decode_library.attn_decode(q, k, v, mask, scale, return_lse, out)
     result: Tensor | tuple[Tensor, Tensor] = native.attn_decode(
@@ -136,7 +137,7 @@ def attn_paged_decode(
 
     The token at position ``p`` of sequence ``b`` is in page ``page_table[b, p // page_size]``, slot
     ``p % page_size``. Lengths are read on the device: a captured graph serves any lengths up to the
-    capacity of ``page_table``, ``page_table.shape[1] * page_size``, at the speed of a fresh launch.
+    capacity of ``page_table``, ``page_table.shape[1] * page_size``, by which its work is split.
     Ids of pages past a sequence's length are not read, nor is the memory past it.
 
     Args:

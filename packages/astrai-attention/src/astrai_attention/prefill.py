@@ -39,9 +39,9 @@ def attn_prefill(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-    return_lse: bool,
+    return_lse: Literal[True],
     out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
 def attn_prefill(
     q: Tensor,
     k: Tensor,
@@ -123,9 +123,9 @@ def attn_paged_prefill(
     page_size: int,
     is_causal: bool = True,
     scale: float | None = None,
-    return_lse: bool,
+    return_lse: Literal[True],
     out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
 def attn_paged_prefill(
     q: Tensor,
     k_pool: Tensor,

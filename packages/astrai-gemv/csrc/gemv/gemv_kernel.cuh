@@ -172,7 +172,8 @@ struct Producer {
 
   // Copies one piece of a row, as far as the row goes: `left` bytes from there on. Of the matrix's last
   // row only whole pieces: cp.async may read all 16 bytes whatever its size says, and past the matrix
-  // they are not ours.
+  // they are not ours. (Below K = 8 a row before the last may reach past it too, within the 16 bytes
+  // that torch's allocations are multiples of.)
   __device__ __forceinline__ void copy(uint32_t smem, const char* piece, bool valid, int left,
                                        bool last) const {
     if (kUnaligned && last && left < 16) left = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One launch call for all kernels, with programmatic dependent launch.
+// One launch call for all kernels, with programmatic dependent launch and clusters.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "astrai/host/error.h"
 

@@ -215,6 +215,7 @@ class TensorView {
 
   // By extent: a tensor that lies in the gaps of another counts as overlapping.
   bool overlaps(const TensorView& other) const {
+    if (numel() == 0 || other.numel() == 0) return false;
     return address() < other.end_address() && other.address() < end_address();
   }
   int wrap(int dim) const { return dim < 0 ? dim + rank() : dim; }

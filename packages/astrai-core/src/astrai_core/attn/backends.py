@@ -140,9 +140,9 @@ class CudaBackend(AttentionBackend):
             if attn_mask is not None:
                 attn_mask = attn_mask.squeeze(1) if attn_mask.dim() == 4 else attn_mask
                 attn_mask = attn_mask.contiguous()
-            y: Tensor = run(q.contiguous(), *_in_rows(k, v), attn_mask, is_causal)
+            y: Tensor = run(_on_16_bytes(q), *_in_rows(k, v), attn_mask, is_causal)
             return y
-        q, k, v = (x.contiguous() for x in (q, k, v))
+        q, k, v = (_on_16_bytes(x) for x in (q, k, v))
         step = kv_cache
         size = step.page_size
         if op == "attn_paged_decode":
@@ -297,6 +297,12 @@ def _obstacle_in(operands: tuple[Tensor, ...]) -> str | None:
     return "q is not on a CUDA device" if place < 0 else None
 
 
+def _on_16_bytes(x: Tensor) -> Tensor:
+    """X, contiguous and where the kernels' copies may start; a slice may begin anywhere."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def _in_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """K and v as the dense kernels take them: one layout, whose rows are whole and on 16 bytes.
 
@@ -307,7 +313,7 @@ def _in_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     whole = strides[-1] == 1 and not any(stride % 8 for stride in strides[:-1])
     if whole and strides == v.stride() and not (k.data_ptr() | v.data_ptr()) % 16:
         return k, v
-    return k.contiguous(), v.contiguous()
+    return _on_16_bytes(k), _on_16_bytes(v)
 
 
 @functools.cache

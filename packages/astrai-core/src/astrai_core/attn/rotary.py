@@ -92,8 +92,8 @@ def _obstacle(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
         return f"head_dim = {x.shape[-1]}: the kernel takes multiples of 16 up to {MAX_HEAD_DIM}"
     if x.stride(-1) != 1 or any(s % 8 for s in x.stride()[:-1]) or x.data_ptr() % 16:
         return "the rows of x are not contiguous, or do not start on 16 bytes"
-    if not (cos.is_contiguous() and sin.is_contiguous()):
-        return "cos or sin is not contiguous"
+    if not (cos.is_contiguous() and sin.is_contiguous()) or (cos.data_ptr() | sin.data_ptr()) % 16:
+        return "cos or sin is not contiguous, or does not start on 16 bytes"
     return observer()
 
 

@@ -98,8 +98,8 @@ def patch(model: nn.Module) -> Patch:
     - Every `nn.Linear`, with or without bias, calls `astrai_core.linear`.
     - Every MLP whose forward is Llama's, `down_proj(silu(gate_proj(x)) * up_proj(x))`, without
       bias on `gate_proj` and `up_proj`, calls `astrai_core.swiglu` and then its `down_proj`.
-    - Every attention of transformers with Llama's rotary embedding calls
-      `astrai_core.apply_rotary_emb`, and, if its configuration says ``sdpa``, which is the default,
+    - Every attention of transformers with Llama's rotary embedding, if its configuration says
+      ``sdpa``, which is the default, calls `astrai_core.apply_rotary_emb` and
       `astrai_core.attention`: ``attn_implementation`` is then ``astrai`` (`register_attention`).
     - Anything else is left alone; what looks like one of them is listed in `skipped`.
 

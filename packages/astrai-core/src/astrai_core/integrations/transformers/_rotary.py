@@ -149,10 +149,16 @@ def _converted(table: Tensor) -> Tensor:
 
 
 def _is_copy(function: object, *known: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and any(
-        (code.co_code, code.co_names) == (k.__code__.co_code, k.__code__.co_names) for k in known
-    )
+    if not isinstance(function, types.FunctionType):
+        return False
+    return any(_essence(function) == _essence(k) for k in known)
+
+
+def _essence(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function computes: all but its names, its annotations and its docstring."""
+    code = function.__code__
+    constants = [c for c in code.co_consts if c is not None and c != function.__doc__]
+    return code.co_code, code.co_names, constants, function.__defaults__
 
 
 def rotate_half(x: Any) -> Any:

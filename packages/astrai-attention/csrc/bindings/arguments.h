@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks that the ops share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+
+#include "astrai/host/tensor_view.h"
+
+namespace astrai::attention {
+
+namespace py = pybind11;
+
+// Any object has a truth value; the wrong pairing or mask would be a silent error.
+inline bool as_bool(const char* name, py::handle value) {
+  if (!PyBool_Check(value.ptr()))
+    throw TypeError(concat(name, ": expected a bool, got ", Py_TYPE(value.ptr())->tp_name));
+  return value.ptr() == Py_True;
+}
+
+inline int64_t as_int(const char* name, py::handle value) {
+  if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr()))
+    throw TypeError(concat(name, ": expected an int, got ", Py_TYPE(value.ptr())->tp_name));
+  const long long number = PyLong_AsLongLong(value.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw ValueError(concat(name, ": expected an int of 64 bits, got a larger one"));
+  }
+  return number;
+}
+
+// Times log2(e); by default 1 / sqrt(head_dim).
+inline float scale_log2(py::handle value, int64_t head_dim) {
+  constexpr double kLog2E = 1.4426950408889634;
+  if (value.is_none()) return static_cast<float>(kLog2E / std::sqrt(static_cast<double>(head_dim)));
+  if (PyBool_Check(value.ptr()) || (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr())))
+    throw TypeError(concat("scale: expected a float, got ", Py_TYPE(value.ptr())->tp_name));
+  const double number = PyFloat_AsDouble(value.ptr());
+  if (number == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw ValueError("scale: expected a float, got a larger int");
+  }
+  const double scale = number * kLog2E;
+  // Neither the scale nor its inverse may leave the normal range of fp32.
+  if (!(scale >= 1e-30 && scale <= 1e30))
+    throw ValueError(concat("scale: expected a number in 1e-30..1e30, got ", number));
+  return static_cast<float>(scale);
+}
+
+inline int64_t as_page_size(py::handle value) {
+  constexpr int64_t kMax = 256;
+  const int64_t page_size = as_int("page_size", value);
+  if (page_size < 1 || page_size > kMax || (page_size & (page_size - 1)) != 0)
+    throw ValueError(
+        concat("page_size: expected a power of two in 1..", kMax, ", got ", page_size));
+  return page_size;
+}
+
+// All kernels are made for these.
+inline void check_head_dim(const TensorView& q) {
+  const int64_t head_dim = q.size(-1);
+  if (head_dim != 32 && head_dim != 64 && head_dim != 128 && head_dim != 256)
+    throw ValueError(concat(q.name(), ": expected head_dim 32, 64, 128 or 256, got ", head_dim));
+}
+
+// K and V are addressed with the same offsets.
+inline void check_v(const TensorView& v, const TensorView& k, const char* layout) {
+  v.expect_dtype(DType::kBFloat16).expect_rank(4, 4, layout);
+  for (int i = 0; i < 4; ++i) v.expect_size(i, k.size(i), concat("that of ", k.name()).c_str());
+  v.expect_aligned_rows().expect_strides_of(k);
+}
+
+}  // namespace astrai::attention
