@@ -191,6 +191,7 @@ def _decide(call: Call) -> Decision:
     return Decision(TORCH, None, {spec.family: obstacle})
 
 
+@functools.lru_cache(maxsize=1024)
 def kernel_for(spec: OpSpec, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
     """The op's kernel for a device, or why there is none."""
     family = discovery.find(spec.family)
@@ -311,4 +312,5 @@ def observer() -> str | None:
 def forget() -> None:
     """Drops all decisions and families; the next calls look at what is installed again."""
     _decide.cache_clear()
+    kernel_for.cache_clear()
     discovery.forget()
