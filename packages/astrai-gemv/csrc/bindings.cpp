@@ -67,7 +67,7 @@ class Output {
     view_->expect_size(-1, n, "N").expect_contiguous();
   }
 
-  const TensorView* view() const { return view_ ? &*view_ : nullptr; }
+  const TensorView* view() const { return astrai::address(view_); }
 
   void expect_disjoint(std::initializer_list<const TensorView*> inputs) const {
     if (!view_) return;
@@ -100,13 +100,6 @@ class Output {
   std::optional<TensorView> view_;
   py::object made_;
 };
-
-// The last of the checks: what comes before needs no GPU.
-void expect_one_gpu(const TensorView& x, std::initializer_list<const TensorView*> others) {
-  x.expect_cuda();
-  for (const TensorView* other : others)
-    if (other != nullptr) other->expect_cuda().expect_same_device(x);
-}
 
 // The kernel of swiglu where there is a `gate`, else that of gemv.
 py::object run_linear(const Tokens& tokens, const TensorView& x, const TensorView& weight,
@@ -155,10 +148,10 @@ py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::ha
         .expect_contiguous();
   }
   Output out(out_, x_, x, n);
-  const TensorView* const bias_view = bias ? &*bias : nullptr;
+  const TensorView* const bias_view = astrai::address(bias);
   out.expect_disjoint({&x, &weight, bias_view});
   torch.refuse_grad("bf16_gemv", {{"x", x_}, {"weight", weight_}, {"bias", bias_}, {"out", out_}});
-  expect_one_gpu(x, {&weight, bias_view, out.view()});
+  astrai::expect_one_gpu(x, {&weight, bias_view, out.view()});
   return run_linear(tokens, x, weight, nullptr, bias_view, out, static_weights);
 }
 
@@ -180,7 +173,7 @@ py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::hand
   out.expect_disjoint({&x, &up, &gate});
   torch.refuse_grad("bf16_swiglu",
                     {{"x", x_}, {"up_weight", up_}, {"gate_weight", gate_}, {"out", out_}});
-  expect_one_gpu(x, {&up, &gate, out.view()});
+  astrai::expect_one_gpu(x, {&up, &gate, out.view()});
   return run_linear(tokens, x, up, &gate, nullptr, out, static_weights);
 }
 
@@ -201,7 +194,7 @@ py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, 
   if (!(eps >= 0.0) || std::isinf(eps))
     throw ValueError(concat("eps: expected a finite number of at least 0, got ", eps));
   torch.refuse_grad("add_rms_norm", {{"x", x_}, {"residual", residual_}, {"weight", weight_}});
-  expect_one_gpu(x, {&residual, &weight});
+  astrai::expect_one_gpu(x, {&residual, &weight});
 
   const int device = x.device_index();
   gemv::AddRmsNormParams params{};

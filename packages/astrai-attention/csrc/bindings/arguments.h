@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks that the ops share.
+// Checks that the ops share, and the form of what they return.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cmath>
+#include <optional>
 
-#include "astrai/host/tensor_view.h"
+#include "astrai/host/torch_exchange.h"
 
 namespace astrai::attention {
 
@@ -69,6 +70,24 @@ inline void check_v(const TensorView& v, const TensorView& k, const char* layout
   v.expect_dtype(DType::kBFloat16).expect_rank(4, 4, layout);
   for (int i = 0; i < 4; ++i) v.expect_size(i, k.size(i), concat("that of ", k.name()).c_str());
   v.expect_aligned_rows().expect_strides_of(k);
+}
+
+// An `out` that is given, shaped like `like`, in any layout of rows.
+inline std::optional<TensorView> check_out(py::handle object, const TensorView& like) {
+  if (object.is_none()) return std::nullopt;
+  std::optional<TensorView> out(TorchExchange::get().view("out", object));
+  out->expect_dtype(DType::kBFloat16)
+      .expect_rank(like.rank(), like.rank(), concat("of ", like.name()).c_str());
+  for (int i = 0; i < like.rank(); ++i)
+    out->expect_size(i, like.size(i), concat("that of ", like.name()).c_str());
+  out->expect_aligned_rows().expect_distinct_elements();
+  return out;
+}
+
+// `result`, or it and `lse`.
+inline py::object answer(const py::object& result, const py::object& lse) {
+  if (lse.is_none()) return result;
+  return py::make_tuple(result, lse);
 }
 
 }  // namespace astrai::attention

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
 #include <limits>
 #include <optional>
 
@@ -17,7 +16,6 @@ using astrai::concat;
 using astrai::DType;
 using astrai::TensorView;
 using astrai::TorchExchange;
-using astrai::TypeError;
 using astrai::ValueError;
 namespace attention = astrai::attention;
 
@@ -64,87 +62,48 @@ attention::DecodeMask mask_of(const TensorView& mask, int64_t batch, int64_t len
   return {mask.data<uint8_t>(), mask.stride(0), mask.stride(-1)};
 }
 
-// The caller's `out` or a fresh one, and the log-sum-exp where it is asked for.
-class Result {
- public:
-  Result(py::handle out, py::handle q_object, const TensorView& q, bool with_lse)
-      : out_(out), q_object_(q_object), q_(q), with_lse_(with_lse) {
-    if (out.is_none()) return;
-    view_.emplace(TorchExchange::get().view("out", out));
-    view_->expect_dtype(DType::kBFloat16).expect_rank(4, 4, "of q");
-    for (int i = 0; i < 4; ++i) view_->expect_size(i, q.size(i), "that of q");
-    view_->expect_aligned_rows().expect_distinct_elements();
-  }
-  void expect_disjoint(const TensorView& input) const {
-    if (view_) view_->expect_disjoint(input);
-  }
-  void expect_same_device() const {
-    if (view_) view_->expect_cuda().expect_same_device(q_);
-  }
-  template <class Params>
-  void allocate(Params& params) {
-    const TorchExchange& torch = TorchExchange::get();
-    if (!view_) {
-      made_ = torch.new_empty(q_object_, {q_.size(0), 1, q_.size(2), q_.size(3)});
-      view_.emplace(torch.view("out", made_));
-    }
-    params.out = view_->template data<Bf16>();
-    params.out_stride = {view_->stride(0), view_->stride(2)};
-    if (!with_lse_) return;
-    lse_ = torch.new_empty_fp32(q_object_, {q_.size(0), q_.size(2), 1});
-    params.lse = torch.view("lse", lse_).data<float>();
-  }
-  // To be called after the launch.
-  py::object take() {
-    py::object out = made_;
-    if (!out) {
-      TorchExchange::get().mark_written(out_);
-      out = py::reinterpret_borrow<py::object>(out_);
-    }
-    if (with_lse_) return py::make_tuple(out, lse_);
-    return out;
-  }
-
- private:
-  py::handle out_, q_object_;
-  const TensorView& q_;
-  bool with_lse_;
-  std::optional<TensorView> view_;
-  py::object made_, lse_;
-};
-
+// What both ops do once the operands are checked; `out` is the view of `out_`, if that is given.
 template <class Params>
-py::object run(Params& params, py::handle q_object, const TensorView& q, const Queries& shape,
-               int64_t kv_heads, int64_t max_length, Result& result) {
-  params.q = q.data<Bf16>();
-  params.q_stride = {q.stride(0), q.stride(2)};
-  params.max_length = static_cast<int>(max_length);
-  params.kv_heads = static_cast<int>(kv_heads);
-  params.group = static_cast<int>(shape.heads / kv_heads);
+py::object run(Params& params, py::handle q_, const TensorView& q, const Queries& shape,
+               int64_t kv_heads, int64_t max_length, bool with_lse, py::handle out_,
+               std::optional<TensorView> out) {
+  const TorchExchange& torch = TorchExchange::get();
+  const py::object result =
+      out ? py::reinterpret_borrow<py::object>(out_)
+          : torch.new_empty(q_, {shape.batch, 1, shape.heads, shape.head_dim});
+  const py::object lse =
+      with_lse ? torch.new_empty_fp32(q_, {shape.batch, shape.heads, 1}) : py::object(py::none());
+  if (q.numel() == 0) return attention::answer(result, lse);
+  if (!out) out.emplace(torch.view("out", result));
+
   const int device = q.device_index();
-  if (shape.batch == 0) {
-    result.allocate(params);
-    return result.take();
-  }
   const attention::DecodePlan plan =
       attention::plan_decode({shape.batch, shape.heads, kv_heads, shape.head_dim, max_length},
                              attention::device_info(device));
+  params.q = q.data<Bf16>();
+  params.out = out->template data<Bf16>();
+  if (with_lse) params.lse = torch.view("lse", lse).data<float>();
+  params.q_stride = {q.stride(0), q.stride(2)};
+  params.out_stride = {out->stride(0), out->stride(2)};
+  params.max_length = static_cast<int>(max_length);
+  params.kv_heads = static_cast<int>(kv_heads);
+  params.group = static_cast<int>(shape.heads / kv_heads);
   params.head_groups = plan.head_groups;
   params.parts = plan.parts;
   while (1 << params.parts_log2 < plan.parts) ++params.parts_log2;
   params.splits = plan.splits;
-  result.allocate(params);
   py::object workspace;
   if (plan.workspace_floats > 0) {
-    workspace = TorchExchange::get().new_empty_fp32(q_object, {plan.workspace_floats});
-    params.sums = TorchExchange::get().view("workspace", workspace).data<float>();
+    workspace = torch.new_empty_fp32(q_, {plan.workspace_floats});
+    params.sums = torch.view("workspace", workspace).data<float>();
     params.stats = reinterpret_cast<float2*>(params.sums +
                                              plan.grid * attention::kDecodeHeads * shape.head_dim);
   }
   astrai::DeviceGuard guard(device);
   attention::launch_decode(params, plan, static_cast<int>(shape.head_dim), device,
-                           TorchExchange::get().current_stream(q.device()));
-  return result.take();
+                           torch.current_stream(q.device()));
+  if (!out_.is_none()) torch.mark_written(out_);
+  return attention::answer(result, lse);
 }
 
 py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle mask_,
@@ -165,18 +124,16 @@ py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle m
     params.mask = mask_of(*mask, shape.batch, k.size(1));
   }
   params.scale_log2 = attention::scale_log2(scale, shape.head_dim);
-  Result result(out_, q_, q, with_lse);
-  for (const TensorView* input : {&q, &k, &v}) result.expect_disjoint(*input);
-  if (mask) result.expect_disjoint(*mask);
+  const std::optional<TensorView> out = attention::check_out(out_, q);
+  if (out) {
+    out->expect_disjoint(q).expect_disjoint(k).expect_disjoint(v);
+    if (mask) out->expect_disjoint(*mask);
+  }
   torch.refuse_grad("attn_decode", {{"q", q_}, {"k", k_}, {"v", v_}, {"out", out_}});
-  q.expect_cuda();
-  k.expect_cuda().expect_same_device(q);
-  v.expect_cuda().expect_same_device(q);
-  if (mask) mask->expect_cuda().expect_same_device(q);
-  result.expect_same_device();
+  astrai::expect_one_gpu(q, {&k, &v, astrai::address(mask), astrai::address(out)});
   params.kv = {k.data<Bf16>(), v.data<Bf16>(), k.stride(0),
                k.stride(1),    k.stride(2),    static_cast<int>(k.size(1))};
-  return run(params, q_, q, shape, k.size(2), k.size(1), result);
+  return run(params, q_, q, shape, k.size(2), k.size(1), with_lse, out_, out);
 }
 
 py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::handle table_,
@@ -210,8 +167,9 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
   std::optional<TensorView> new_k, new_v;
   attention::DecodeParams<attention::PagedKv> params{};
   params.scale_log2 = attention::scale_log2(scale, shape.head_dim);
-  Result result(out_, q_, q, with_lse);
-  for (const TensorView* input : {&q, &k, &v, &table, &lengths}) result.expect_disjoint(*input);
+  const std::optional<TensorView> out = attention::check_out(out_, q);
+  if (out)
+    for (const TensorView* input : {&q, &k, &v, &table, &lengths}) out->expect_disjoint(*input);
   if (!new_k_.is_none()) {
     new_k.emplace(torch.view("new_k", new_k_));
     new_v.emplace(torch.view("new_v", new_v_));
@@ -225,7 +183,7 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
           .expect_aligned_rows()
           .expect_disjoint(k)
           .expect_disjoint(v);
-      result.expect_disjoint(*fresh);
+      if (out) out->expect_disjoint(*fresh);
     }
     // The pools are written then.
     k.expect_distinct_elements().expect_disjoint(v);
@@ -239,24 +197,20 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
                                           {"new_k", new_k_},
                                           {"new_v", new_v_},
                                           {"out", out_}});
-  q.expect_cuda();
-  for (const TensorView* input : {&k, &v, &table, &lengths})
-    input->expect_cuda().expect_same_device(q);
-  if (new_k) {
-    new_k->expect_cuda().expect_same_device(q);
-    new_v->expect_cuda().expect_same_device(q);
+  astrai::expect_one_gpu(q, {&k, &v, &table, &lengths, astrai::address(new_k),
+                             astrai::address(new_v), astrai::address(out)});
+  if (new_k)
     params.fresh = {new_k->data<Bf16>(),
                     new_v->data<Bf16>(),
                     {new_k->stride(0), new_k->stride(2)},
                     {new_v->stride(0), new_v->stride(2)}};
-  }
-  result.expect_same_device();
   int page_shift = 0;
   while (page_size >> page_shift > 1) ++page_shift;
   params.kv = {k.data<Bf16>(),   v.data<Bf16>(),    k.stride(0),     k.stride(1),
                k.stride(2),      table.data<int>(), table.stride(0), lengths.data<int>(),
                /*ragged=*/false, page_shift};
-  py::object made = run(params, q_, q, shape, kv_heads, table.size(1) * page_size, result);
+  py::object made =
+      run(params, q_, q, shape, kv_heads, table.size(1) * page_size, with_lse, out_, out);
   if (new_k) {
     torch.mark_written(k_);
     torch.mark_written(v_);

@@ -19,7 +19,6 @@ using astrai::concat;
 using astrai::DType;
 using astrai::TensorView;
 using astrai::TorchExchange;
-using astrai::TypeError;
 using astrai::ValueError;
 namespace attention = astrai::attention;
 
@@ -32,15 +31,6 @@ void check_heads(const TensorView& q, const TensorView& k) {
   if (kv_heads < 1 ? heads > 0 : heads % kv_heads != 0)
     throw ValueError(
         concat(k.name(), ": expected kv_heads that divide q_heads = ", heads, ", got ", kv_heads));
-}
-
-std::optional<TensorView> check_out(py::handle out_, const TensorView& q) {
-  if (out_.is_none()) return std::nullopt;
-  std::optional<TensorView> out(TorchExchange::get().view("out", out_));
-  out->expect_dtype(DType::kBFloat16).expect_rank(q.rank(), q.rank(), "of q");
-  for (int i = 0; i < q.rank(); ++i) out->expect_size(i, q.size(i), "that of q");
-  out->expect_aligned_rows().expect_distinct_elements();
-  return out;
 }
 
 void check_index(const TensorView& index, const char* layout) {
@@ -61,12 +51,6 @@ void check_mask(const TensorView& mask, const TensorView& q, const TensorView& k
 
 attention::QStrides q_strides(const TensorView& x) {
   return {x.rank() == 4 ? x.stride(0) : 0, x.stride(-3), x.stride(-2)};
-}
-
-// `result`, or it and `lse`.
-py::object answer(const py::object& result, const py::object& lse) {
-  if (lse.is_none()) return result;
-  return py::make_tuple(result, lse);
 }
 
 // What both ops set alike.
@@ -111,23 +95,20 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
   std::optional<TensorView> mask;
   if (!mask_.is_none()) check_mask(mask.emplace(torch.view("mask", mask_)), q, k);
   const float scale = attention::scale_log2(scale_, q.size(3));
-  std::optional<TensorView> out = check_out(out_, q);
+  std::optional<TensorView> out = attention::check_out(out_, q);
   if (out) {
     out->expect_disjoint(q).expect_disjoint(k).expect_disjoint(v);
     if (mask) out->expect_disjoint(*mask);
   }
   torch.refuse_grad("attn_prefill", {{"q", q_}, {"k", k_}, {"v", v_}, {"out", out_}});
-  q.expect_cuda();
-  for (const TensorView* other : {&k, &v}) other->expect_cuda().expect_same_device(q);
-  if (mask) mask->expect_cuda().expect_same_device(q);
-  if (out) out->expect_cuda().expect_same_device(q);
+  astrai::expect_one_gpu(q, {&k, &v, astrai::address(mask), astrai::address(out)});
 
   const int64_t batch = q.size(0), q_len = q.size(1), heads = q.size(2), kv_len = k.size(1);
   const py::object result = out ? py::reinterpret_borrow<py::object>(out_)
                                 : torch.new_empty(q_, {batch, q_len, heads, q.size(3)});
   const py::object lse =
       with_lse ? torch.new_empty_fp32(q_, {batch, heads, q_len}) : py::object(py::none());
-  if (q.numel() == 0) return answer(result, lse);
+  if (q.numel() == 0) return attention::answer(result, lse);
   if (!out) out.emplace(torch.view("out", result));
 
   // Without keys there is nothing to mask, and perhaps no memory.
@@ -152,7 +133,7 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
   attention::launch_prefill(params, plan, static_cast<int>(q.size(3)), device,
                             torch.current_stream(q.device()));
   if (!out_.is_none()) torch.mark_written(out_);
-  return answer(result, lse);
+  return attention::answer(result, lse);
 }
 
 py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_pool_,
@@ -200,25 +181,22 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
   check_index(to_index, "[q_tiles]");
   to_index.expect_size(0, to_batch.size(0), "tiles of q_tile_to_batch");
   const float scale = attention::scale_log2(scale_, q.size(2));
-  std::optional<TensorView> out = check_out(out_, q);
-  const TensorView* const inputs[] = {&k,         &v,        &page_table, &qo_indptr,
-                                      &kv_indptr, &to_batch, &to_index};
-  if (out) {
-    out->expect_disjoint(q);
-    for (const TensorView* input : inputs) out->expect_disjoint(*input);
-  }
+  std::optional<TensorView> out = attention::check_out(out_, q);
+  if (out)
+    for (const TensorView* input :
+         {&q, &k, &v, &page_table, &qo_indptr, &kv_indptr, &to_batch, &to_index})
+      out->expect_disjoint(*input);
   torch.refuse_grad("attn_paged_prefill",
                     {{"q", q_}, {"k_pool", k_pool_}, {"v_pool", v_pool_}, {"out", out_}});
-  q.expect_cuda();
-  for (const TensorView* input : inputs) input->expect_cuda().expect_same_device(q);
-  if (out) out->expect_cuda().expect_same_device(q);
+  astrai::expect_one_gpu(
+      q, {&k, &v, &page_table, &qo_indptr, &kv_indptr, &to_batch, &to_index, astrai::address(out)});
 
   const int64_t total = q.size(0), heads = q.size(1);
   const py::object result = out ? py::reinterpret_borrow<py::object>(out_)
                                 : torch.new_empty(q_, {total, heads, q.size(2)});
   const py::object lse =
       with_lse ? torch.new_empty_fp32(q_, {heads, total}) : py::object(py::none());
-  if (q.numel() == 0) return answer(result, lse);
+  if (q.numel() == 0) return attention::answer(result, lse);
   if (!out) out.emplace(torch.view("out", result));
 
   const int device = q.device_index();
@@ -251,7 +229,7 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
   attention::launch_prefill(params, plan, static_cast<int>(q.size(2)), device,
                             torch.current_stream(q.device()));
   if (!out_.is_none()) torch.mark_written(out_);
-  return answer(result, lse);
+  return attention::answer(result, lse);
 }
 
 py::dict plan_prefill(int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_tiles,

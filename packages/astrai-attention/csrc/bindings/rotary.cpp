@@ -86,19 +86,10 @@ py::object rotary_emb(py::handle x_, py::handle cos_, py::handle sin_, py::handl
   x.expect_aligned_rows();
   check_angles(cos, shape);
   check_angles(sin, shape);
-  std::optional<TensorView> out;
-  if (!out_.is_none()) {
-    out.emplace(torch.view("out", out_));
-    out->expect_dtype(DType::kBFloat16).expect_rank(x.rank(), x.rank(), "of x");
-    for (int i = 0; i < x.rank(); ++i) out->expect_size(i, x.size(i), "that of x");
-    out->expect_aligned_rows().expect_distinct_elements();
-  }
+  std::optional<TensorView> out = attention::check_out(out_, x);
   if (out) out->expect_same_or_disjoint(x).expect_disjoint(cos).expect_disjoint(sin);
   torch.refuse_grad("rotary_emb", {{"x", x_}, {"cos", cos_}, {"sin", sin_}, {"out", out_}});
-  x.expect_cuda();
-  cos.expect_cuda().expect_same_device(x);
-  sin.expect_cuda().expect_same_device(x);
-  if (out) out->expect_cuda().expect_same_device(x);
+  astrai::expect_one_gpu(x, {&cos, &sin, astrai::address(out)});
 
   const py::object result = out ? py::reinterpret_borrow<py::object>(out_) : empty_like(x_, x);
   if (x.numel() == 0) return result;

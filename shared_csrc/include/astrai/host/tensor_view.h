@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "astrai/host/error.h"
@@ -231,5 +233,18 @@ class TensorView {
   const char* name_;
   DLTensor tensor_;
 };
+
+// The last of an op's checks: what comes before needs no GPU. Null stands for an argument that is not
+// given.
+inline void expect_one_gpu(const TensorView& x, std::initializer_list<const TensorView*> others) {
+  x.expect_cuda();
+  for (const TensorView* other : others)
+    if (other != nullptr) other->expect_cuda().expect_same_device(x);
+}
+
+// As `expect_one_gpu` takes it.
+inline const TensorView* address(const std::optional<TensorView>& view) {
+  return view ? &*view : nullptr;
+}
 
 }  // namespace astrai
