@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernelkit import reference
 from kernelkit.compare import assert_close_to_reference
 from kernelkit.poison import poison_
 
@@ -20,23 +21,6 @@ NO_PAGE = 2**30
 # Of more elements, references are computed on the GPU. torch's own kernels are not all clean under
 # the sanitizer, whose tests stay below.
 HOST_ELEMENTS = 2_000_000
-
-
-def attention64(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Output and natural log-sum-exp in float64; `keep` ``[batch, kv_len]``."""
-    kv_heads = k.shape[2]
-    queries = q[:, 0].double().unflatten(1, (kv_heads, q.shape[2] // kv_heads))
-    scores = torch.einsum("bkgd,blkd->bkgl", queries, k.double())
-    scores *= q.shape[-1] ** -0.5 if scale is None else scale
-    if keep is not None:
-        scores.masked_fill_(~keep[:, None, None], -torch.inf)
-    lse = scores.logsumexp(-1, keepdim=True)
-    # A row without any key is all exp(-inf - -inf).
-    weights = (scores - lse).exp().masked_fill(lse == -torch.inf, 0)
-    out = torch.einsum("bkgl,blkd->bkgd", weights, v.double())
-    return out.flatten(1, 2)[:, None], lse.flatten(1, 2)
 
 
 def torch_attention(
@@ -64,7 +48,7 @@ def check_values(
     if k.numel() <= HOST_ELEMENTS:
         out, lse, q, k, v = (x.cpu() for x in (out, lse, q, k, v))
         keep = None if keep is None else keep.cpu()
-    exact, exact_lse = attention64(q, k, v, keep, scale)
+    exact, exact_lse = reference.attention(q, k, v, mask=keep, scale=scale)
     assert_close_to_reference(out, exact, torch_attention(q, k, v, keep, scale))
     torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-5)
 

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
-import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,28 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import astrai_gemv
 import astrai_gemv._library  # registers the operators
 from astrai_gemv import _family
+from kernelkit import wheels
+from kernelkit.wheels import python
 
 BF16 = torch.bfloat16
-
-
-def native_module() -> Path:
-    spec = importlib.util.find_spec("astrai_gemv._gemv")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin)
-
-
-def run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def python(code: str) -> str:
-    return run(sys.executable, "-c", code)
+NATIVE = "astrai_gemv._gemv"
 
 
 def test_the_manifest_imports_neither_torch_nor_native_code() -> None:
     loaded = python("import astrai_gemv._family, sys; print('torch' in sys.modules, *sys.modules)")
     assert loaded.startswith("False")
-    assert "astrai_gemv._gemv" not in loaded.split()
+    assert NATIVE not in loaded.split()
 
 
 def test_the_entry_point_names_the_manifest() -> None:
@@ -59,7 +44,7 @@ def test_unknown_attributes() -> None:
 
 
 def test_undefined_symbols_name_no_torch() -> None:
-    undefined = run("nm", "-DC", "--undefined-only", str(native_module()))
+    undefined = wheels.undefined_symbols(NATIVE)
     assert "PyObject" in undefined  # nm and its flags work
     assert not re.search(r"\b(torch|at|c10)::", undefined)
     # The driver is asked for by the static runtime at run time, not linked.
@@ -67,23 +52,19 @@ def test_undefined_symbols_name_no_torch() -> None:
 
 
 def test_needed_libraries_are_those_of_the_system() -> None:
-    dynamic = run("readelf", "-d", str(native_module()))
-    needed = set(re.findall(r"NEEDED.*\[(.+?)\]", dynamic))
+    needed = wheels.needed_libraries(NATIVE)
     allowed = re.compile(r"lib(stdc\+\+|gcc_s|c|m|dl|rt|pthread)\.so\.\d+|ld-linux.*")
     assert needed and all(allowed.fullmatch(library) for library in needed), needed
 
 
 def test_only_the_module_is_exported() -> None:
-    defined = run("nm", "-D", "--defined-only", str(native_module())).split("\n")
-    assert [line.split()[-1] for line in defined if line] == ["PyInit__gemv"]
+    assert wheels.exported_symbols(NATIVE) == ["PyInit__gemv"]
 
 
 def test_the_stub_names_what_the_module_has() -> None:
     from astrai_gemv import _gemv
 
-    stub = ast.parse((Path(astrai_gemv.__file__).parent / "_gemv.pyi").read_text())
-    declared = {n.name for n in stub.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    assert declared == {name for name in dir(_gemv) if not name.startswith("_")}
+    assert wheels.stub_names(NATIVE) == {n for n in dir(_gemv) if not n.startswith("_")}
 
 
 def test_importing_the_ops_touches_no_device() -> None:
