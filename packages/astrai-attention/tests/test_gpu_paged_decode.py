@@ -120,7 +120,7 @@ def test_pages_change_no_bit(length: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("capacity", [512, 4096])
-@pytest.mark.parametrize("scale", [0.0, 1.0, -0.3])
+@pytest.mark.parametrize("scale", [0.3, 1.0])
 def test_scales(scale: float, capacity: int) -> None:
     cache = paged([500, 31], page_size=16, capacity=capacity, append=True)
     check_paged(cache, randn(2, 1, 8, 64), scale=scale)
