@@ -9,8 +9,9 @@
 // Grid. One CTA per SM, each with an equal, contiguous range of rows, walked in blocks of 4 or 8 tiles
 // of up to 16 rows, all of one size. The 8 warps take chunks of 128 k in turn, so a CTA sweeps its rows
 // in order. A lane keeps the x of 4 chunks (a window) in registers: all of it for K <= 4,096
-// (kResident), else one window after the other serves all tiles of a block. The partial sums of the
-// windows, then of the warps, are added in a fixed order through shared memory.
+// (kResident), else one window after the other serves all tiles of a block; the first comes by loads, the
+// later ones through the ring, where they are due. The partial sums of the windows, then of the warps,
+// are added in a fixed order through shared memory.
 //
 // Shared memory. Each warp has a ring of its own, filled by cp.async: the main loop has no CTA
 // barrier. 8 warps x (6 slots x 2 KB + 2 KB of sums) on sm_90: see gemv_traits.h for what fits and why.
@@ -35,6 +36,9 @@
 // a CTA has one block (2048 x 8192: 7 % at M = 1, 13 % at M = 8), 10 % slower at 28672 x 8192. Reloading
 // x at each block where it could stay: at M = 8 its loads queue behind the ring's, 1 us each time. Two
 // half-size windows, one loaded while the other is used: 2 % slower, the rows' sweeps get shorter.
+// Loading each window when it is due, instead of through the ring: 1 to 7 % slower for K > 4,096. There,
+// blocks of 8 tiles with a ring of 5 slots: 1 to 4 % slower, but at M = 8 over 28672 x 8192 1 % faster.
+// Blocks of 16 tiles at M <= 2, by keeping no sums of absent tokens: 1 to 5 % slower.
 // Slots of a whole chunk: no change. Walking through the code once before the wait, for the instruction
 // cache: nothing gained after it, 0.4 us lost to the later start. Half as many CTAs with full tiles at
 // 1024 x 4096: 13 % slower. Shifting weights in registers instead of sorting rows into classes: 20 %
@@ -56,11 +60,9 @@ constexpr int kImageArch = __CUDA_ARCH__ / 10;
 constexpr int kImageArch = 80;
 #endif
 
-template <bool kResident>
-constexpr int kStages = stages_for(kImageArch, kResident);
-
-template <bool kResident>
-constexpr int kBlockTiles = block_tiles(kResident);
+constexpr int kStages = stages_for(kImageArch);
+static_assert(kStages % 2 == 0, "slots hold the halves of chunks in turn");
+static_assert(kStages <= 6, "a first window of several has at least 3 chunks of weights");
 
 // Where only one CTA fits, registers are free.
 constexpr int kCtasPerSm = kImageArch >= 90 && kImageArch < 120 ? 2 : 1;
@@ -110,11 +112,17 @@ struct Rows {
   }
   __device__ __forceinline__ int output(int row) const { return first + row * kStep; }
 
-  template <bool kResident>
   __device__ __forceinline__ int tiles_of_block(int row) const {
-    return min(kBlockTiles<kResident>, (end - row + per_tile - 1) / per_tile);
+    return min(kBlockTiles, (end - row + per_tile - 1) / per_tile);
   }
 };
+
+// Where the windows of x after the first come through the ring. kUnaligned shifts x, which a copy cannot.
+template <RowSource kSource, bool kResident>
+constexpr bool kRingX = !kResident && kSource != RowSource::kUnaligned;
+
+// Ring slots of a window of x: a slot holds two tokens'; an even number, since halves alternate.
+__device__ __forceinline__ int x_slots(int m) { return m <= 4 ? 2 : 4; }
 
 // Fills a warp's ring, kStages slots ahead of the MMAs and in their order: blocks, windows of x,
 // tiles, chunks, halves of a chunk. A slot holds 16 rows x 128 bytes; piece i (16 bytes) of an odd row
@@ -131,6 +139,7 @@ struct Producer {
   const uint32_t ring;           // this lane's place in slot 0
   const uint64_t policy;
   int begin, window, tiles, tile, chunks_left, slot;
+  int x_left;        // kRingX: slots of x before the tiles of this window
   const char* low;   // row lane / 8 of the tile, at this lane's piece of the chunk
   const char* high;  // row lane / 8 + 8; swiglu: row lane / 8 of gate
   int rows;          // of the tile, counted from row lane / 8 on
@@ -149,11 +158,14 @@ struct Producer {
         begin(chunks > 0 ? all.begin : all.end),
         slot(0) {
     if (begin < all.end) enter_block();
+    // The first window's x comes by loads: a ring filled before the dependency resolves has weights only.
+    x_left = 0;
   }
 
   __device__ __forceinline__ void enter_block() {
-    tiles = all.template tiles_of_block<kResident>(begin);
+    tiles = all.tiles_of_block(begin);
     window = 0;
+    x_left = x_slots(p.m);
     enter_tile(0);
   }
 
@@ -180,9 +192,26 @@ struct Producer {
     cp_async_16(smem, piece, valid ? min(max(left, 0), 16) : 0, policy);
   }
 
+  // Two tokens' x of this window; that of an odd token lies as an odd row does.
+  __device__ __forceinline__ void copy_x(uint32_t warp_ring) {
+    const int pair = x_slots(p.m) - x_left--;
+    const uint32_t smem = warp_ring + slot * kSlotBytes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = pair * 2 + i / 2;
+      const int c = i % 2 * 2 + lane / 16;
+      const int k = (warp + (window + c) * kWarps) * kChunk + lane % 16 * 8;
+      if (token < p.m && c < chunks_left)
+        cp_async_16(smem + i / 2 * 1024 + ((i % 2 * 32 + lane) ^ (i / 2 * 4)) * 16,
+                    p.x + token * p.k + k, k < p.k ? 16 : 0);
+    }
+  }
+
   template <int kHalf>
-  __device__ __forceinline__ void issue() {
-    if (begin < all.end) {
+  __device__ __forceinline__ void issue(uint32_t warp_ring) {
+    if (kRingX<kSource, kResident> && x_left > 0 && begin < all.end) {
+      copy_x(warp_ring);
+    } else if (begin < all.end) {
       constexpr int kOffset = kHalf * kSlotK * 2;
       const uint32_t smem = ring + slot * kSlotBytes;
       const int left = bytes - kOffset;
@@ -196,7 +225,7 @@ struct Producer {
     }
     // Empty groups keep the count of pending groups equal to the distance from the MMAs.
     cp_async_commit();
-    slot = slot + 1 == kStages<kResident> ? 0 : slot + 1;
+    slot = slot + 1 == kStages ? 0 : slot + 1;
   }
 
   __device__ __forceinline__ void advance() {
@@ -209,6 +238,7 @@ struct Producer {
     if (tile + 1 < tiles) return enter_tile(tile + 1);
     if (!kResident && window + p.window < chunks) {
       window += p.window;
+      x_left = x_slots(p.m);
       return enter_tile(0);
     }
     begin += tiles * all.per_tile;
@@ -217,12 +247,12 @@ struct Producer {
 };
 
 // Brings to L2 what the ring will ask for next: the rows after the ones in it, one window wide.
-template <RowSource kSource, bool kResident>
+template <RowSource kSource>
 __device__ __forceinline__ void prefetch_rows(const GemvParams& p, const Rows<kSource>& all) {
   constexpr int kMatrices = kSource == RowSource::kSwiglu ? 2 : 1;
   const int width = min(all.k, p.window * kWarps * kChunk) * 2 & ~15;
   if (width == 0) return;
-  const int first = all.begin + kWarps * kStages<kResident> * kSlotBytes / (kMatrices * width);
+  const int first = all.begin + kWarps * kStages * kSlotBytes / (kMatrices * width);
   const int last = min(all.end, first + kPrefetchBytes / (kMatrices * width));
   for (int row = first + threadIdx.x; row < last; row += kThreads) {
     prefetch_l2(all.weight + row * all.stride, width);
@@ -306,12 +336,11 @@ __device__ __forceinline__ int sum_slot(int g, int t) { return g * 4 + (t ^ (g /
 template <RowSource kSource, bool kResident>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gemv_kernel(const __grid_constant__ GemvParams p) {
-  constexpr int kTiles = kBlockTiles<kResident>;
-  constexpr int kOutputs = kTiles * kTileFloats / kThreads;
+  constexpr int kOutputs = kBlockTiles * kTileFloats / kThreads;
   constexpr bool kSwiglu = kSource == RowSource::kSwiglu;
   constexpr bool kUnaligned = kSource == RowSource::kUnaligned;
   extern __shared__ __align__(128) char smem[];
-  float* sums = reinterpret_cast<float*>(smem + kWarps * kStages<kResident> * kSlotBytes);
+  float* sums = reinterpret_cast<float*>(smem + kWarps * kStages * kSlotBytes);
 
   pdl_launch_dependents();
 
@@ -319,16 +348,15 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const int warp = threadIdx.x / 32;
   const Rows<kSource> all(p);
   const int chunks = ((all.k + kChunk - 1) / kChunk - warp + kWarps - 1) / kWarps;
-  const uint32_t ring = smem_address(smem) + warp * kStages<kResident> * kSlotBytes;
+  const uint32_t ring = smem_address(smem) + warp * kStages * kSlotBytes;
   // Row g's pieces t and t + 4 of a slot; odd rows hold them swapped.
   const uint32_t piece = ring + lane / 4 * 128 + (lane % 4 + lane / 4 % 2 * 4) * 16;
 
   Producer<kSource, kResident> producer(p, all, lane, warp, chunks, ring);
   const auto fill_ring = [&] {
-  // Halves alternate; an odd number of slots ends with a first half.
 #pragma unroll
-    for (int i = 0; i < kStages<kResident>; ++i)
-      i % 2 == 0 ? producer.template issue<0>() : producer.template issue<1>();
+    for (int i = 0; i < kStages; ++i)
+      i % 2 == 0 ? producer.template issue<0>(ring) : producer.template issue<1>(ring);
   };
   uint4 x[kWindow][4];
   const auto load_window = [&](int window) {
@@ -338,10 +366,33 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         load_x(p, all, lane, warp + (window + c) * kWarps, x[c]);
     if (!kResident) wait_for(x);
   };
+  int slot = 0;
+  const auto take_window = [&] {
+#pragma unroll 1
+    for (int pair = 0; pair < x_slots(p.m); pair += 2) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        cp_async_wait<kStages - 1>();
+        __syncwarp();
+        if (lane / 8 == pair + half && lane / 4 < p.m) {
+          const uint32_t from = ring + slot * kSlotBytes + lane / 4 % 2 * 1024;
+#pragma unroll
+          for (int c = 0; c < kWindow; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              x[c][i] =
+                  ld_shared_16(from + ((c * 16 + i * 4 + lane % 4) ^ (lane / 4 % 2 * 4)) * 16);
+        }
+        __syncwarp();
+        half == 0 ? producer.template issue<0>(ring) : producer.template issue<1>(ring);
+        slot = slot + 1 == kStages ? 0 : slot + 1;
+      }
+    }
+  };
 
   if (p.static_weights) {
     fill_ring();
-    prefetch_rows<kSource, kResident>(p, all);
+    prefetch_rows<kSource>(p, all);
   }
   pdl_wait();
   load_window(0);
@@ -352,12 +403,17 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   if (adds_head && lane / 4 < p.m)
     head_x = load_pair<false>(p.x + lane / 4 * p.k + lane % 4 * 2, all.head - lane % 4 * 2);
 
-  int slot = 0;
-  for (int block = all.begin; block < all.end; block += kTiles * all.per_tile) {
-    const int tiles = all.template tiles_of_block<kResident>(block);
+  for (int block = all.begin; block < all.end; block += kBlockTiles * all.per_tile) {
+    const int tiles = all.tiles_of_block(block);
     // One pass at least: a warp without chunks contributes zeros.
     for (int window = 0; window == 0 || window < chunks; window += p.window) {
-      if (!kResident && (block > all.begin || window > 0)) load_window(window);
+      if (!kResident && (block > all.begin || window > 0)) {
+        if (kRingX<kSource, kResident>) {
+          if (window < chunks) take_window();
+        } else {
+          load_window(window);
+        }
+      }
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile) {
         // Two chains: a dependent MMA waits for the one before it.
@@ -375,7 +431,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
           if ((!kResident && c >= p.window) || window + c >= chunks) break;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            cp_async_wait<kStages<kResident> - 1>();
+            cp_async_wait<kStages - 1>();
             __syncwarp();
             const uint32_t at = slot * kSlotBytes;
             uint4 low[2] = {ld_shared_16(piece + at), ld_shared_16((piece ^ 64) + at)};
@@ -383,9 +439,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
                              ld_shared_16((piece ^ 64) + at + 1024)};
             // All lanes have read the slot that is refilled now.
             __syncwarp();
-            constexpr int kHalves = kStages<kResident> % 2;
-            half == kHalves ? producer.template issue<0>() : producer.template issue<1>();
-            slot = slot + 1 == kStages<kResident> ? 0 : slot + 1;
+            half == 0 ? producer.template issue<0>(ring) : producer.template issue<1>(ring);
+            slot = slot + 1 == kStages ? 0 : slot + 1;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               const uint4& v = x[c][half * 2 + i];
@@ -395,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
           }
         }
         if (adds_head) mma_m16n8k16_bf16(acc[0], head[0], head[1], 0, 0, head_x, 0);
-        float4* sum = reinterpret_cast<float4*>(sums + (warp * kTiles + tile) * kTileFloats) +
+        float4* sum = reinterpret_cast<float4*>(sums + (warp * kBlockTiles + tile) * kTileFloats) +
                       sum_slot(lane / 4, lane % 4);
         float4 total = make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1],
                                    acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
@@ -423,7 +478,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
                              in_tile / 8 * 2 + lane / kTileRows;
       float sum = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += partial[w * kTiles * kTileFloats];
+      for (int w = 0; w < kWarps; ++w) sum += partial[w * kBlockTiles * kTileFloats];
       if (kSwiglu) {
         const float gate = __shfl_down_sync(0xffffffffu, sum, 8);
         sum = round_bf16(sum) * silu_bf16(gate);

@@ -24,26 +24,21 @@ constexpr int kResidentK = kWindow * kWarps * kChunk;
 static_assert(kChunk == 2 * kSlotK, "a chunk is two ring slots");
 
 // Tiles between two reductions across the warps. Where x does not stay in registers it is loaded once
-// per block: M / 64 or M / 128 of the weight traffic.
-constexpr int block_tiles(bool resident) { return resident ? 4 : 8; }
+// per block: M / 64 of the weight traffic.
+constexpr int kBlockTiles = 4;
 
 // Bytes in flight bound the bandwidth that an SM can draw, and 48 KB suffice for that; the rest is
 // what the next kernel can prefetch while this one drains, for which two CTAs must fit on an SM:
 // 228 KB on sm_90 and sm_100. Other parts have 100 KB (sm_86, sm_89, sm_120), and compute_80 PTX may
 // run on any of them.
-constexpr int stages_for(int image_arch, bool resident) {
-  if (image_arch < 90 || image_arch >= 120) return 4;
-  return resident ? 6 : 5;
-}
+constexpr int stages_for(int image_arch) { return image_arch < 90 || image_arch >= 120 ? 4 : 6; }
 
-constexpr int smem_bytes(int image_arch, bool resident) {
-  return kWarps *
-         (stages_for(image_arch, resident) * kSlotBytes + 4 * block_tiles(resident) * kTileFloats);
+constexpr int smem_bytes(int image_arch) {
+  return kWarps * (stages_for(image_arch) * kSlotBytes + 4 * kBlockTiles * kTileFloats);
 }
 
 constexpr bool fits(int image_arch, int ctas, int smem_per_sm) {
-  return ctas * (smem_bytes(image_arch, true) + 1024) <= smem_per_sm &&
-         ctas * (smem_bytes(image_arch, false) + 1024) <= smem_per_sm;
+  return ctas * (smem_bytes(image_arch) + 1024) <= smem_per_sm;
 }
 
 static_assert(fits(90, 2, 228 * 1024), "the next kernel must fit beside this one");

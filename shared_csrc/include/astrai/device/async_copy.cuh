@@ -26,6 +26,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, i
                : "memory");
 }
 
+// Without a policy.
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
