@@ -228,6 +228,27 @@ def test_nan_and_infinity_stay_in_their_head(length: int) -> None:
     assert found[0, 0, 5].all() and int(found.sum()) == 64
 
 
+@SMALL
+@pytest.mark.parametrize("length", [100, 2000, 4000])
+def test_nan_scores_give_nan_in_output_and_lse(length: int) -> None:
+    """Of all keys and of one; a row without any key is not one of those."""
+    q, k, v = operands(3, length, (8, 2), 64)
+    mask = torch.ones(3, length, dtype=torch.bool, device="cuda")
+    mask[2] = False
+    clean, clean_lse = attn_decode(q, k, v, mask, return_lse=True)
+    q[0, 0, 5, 3] = torch.nan
+    k[1, length - 1, 1, 9] = torch.nan
+    out, lse = attn_decode(q, k, v, mask, return_lse=True)
+    wrong = torch.zeros(3, 8, dtype=torch.bool)
+    wrong[0, 5] = True
+    wrong[1, 4:] = True
+    wrong = wrong.cuda()
+    assert out[:, 0][wrong].isnan().all() and lse[..., 0][wrong].isnan().all()
+    assert torch.equal(out[:, 0][~wrong], clean[:, 0][~wrong])
+    assert torch.equal(lse[..., 0][~wrong], clean_lse[..., 0][~wrong])
+    assert not out[2].any() and (lse[2] == -torch.inf).all()
+
+
 def test_offsets_beyond_32_bits() -> None:
     """Sequences 4 GiB apart in one allocation, and tokens 64 MiB apart."""
     memory = torch.empty(2 * 2**31 + 2**20, device="cuda", dtype=BF16)

@@ -94,6 +94,26 @@ def test_ratios_of_heads(q_heads: int, kv_heads: int, append: bool, capacity: in
     check_paged(cache, randn(3, 1, q_heads, 128))
 
 
+@SMALL
+@pytest.mark.parametrize("capacity", [64, 1024, 4096])
+@pytest.mark.parametrize("q_heads", [4, 18])
+def test_the_newest_token_comes_from_its_operands(q_heads: int, capacity: int) -> None:
+    """With one CTA, a cluster and splits, and CTAs that share a KV head: what the pool holds there
+    before the call reaches nobody, whoever of them stores the token."""
+    cache = paged([64, 1, 33], page_size=16, capacity=capacity, append=True)
+    q = randn(3, 1, q_heads, 64)
+    expected = check_paged(cache, q)[0]
+    for fill in (torch.nan, 3.0):
+        for pool, filled in zip((cache.k_pool, cache.v_pool), cache.filled, strict=True):
+            pool.copy_(filled)
+            for b, length in enumerate((64, 1, 33)):
+                page = cache.page_table[b, (length - 1) // 16]
+                pool[page, (length - 1) % 16] = fill
+        assert torch.equal(attn_paged_decode(q, **cache.arguments), expected)
+        for pool, filled in zip((cache.k_pool, cache.v_pool), cache.filled, strict=True):
+            assert same_bits(pool, filled)
+
+
 @pytest.mark.parametrize("batch", [17, 40])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @APPEND

@@ -268,21 +268,24 @@ __device__ __forceinline__ void add_part(float2& all, float4& sum, float2 stat, 
   all = make_float2(most, all.y * old_weight + stat.y * weight);
 }
 
-// Four outputs of a query head from the merged sums; without any token zeros, and lse -inf.
+// Four outputs of a query head from the merged sums; without any token zeros, and lse -inf. A NaN sum is
+// not one without tokens: it gives NaN in both.
 template <int kHeadDim, class Kv>
 __device__ __forceinline__ void store(const DecodeParams<Kv>& p, int batch, int q_head, int d,
                                       float4 sum, float2 all) {
-  const float norm = all.y > 0.0f ? 1.0f / all.y : 0.0f;
+  const bool none = all.y == 0.0f;
+  const float norm = none ? 0.0f : 1.0f / all.y;
   const uint2 packed =
       make_uint2(pack_bf16(sum.x * norm, sum.y * norm), pack_bf16(sum.z * norm, sum.w * norm));
   *reinterpret_cast<uint2*>(p.out + batch * p.out_stride.batch + q_head * p.out_stride.head + d) =
       packed;
   if (p.lse != nullptr && d == 0)
     p.lse[int64_t{batch} * p.kv_heads * p.group + q_head] =
-        all.y > 0.0f ? (all.x + log2f(all.y)) * 0.6931471805599453f : kMinusInfinity;
+        none ? kMinusInfinity : (all.x + log2f(all.y)) * 0.6931471805599453f;
 }
 
-// Stores the newest token of a sequence in the pool: nobody reads it there during this launch.
+// Stores the newest token of a sequence in the pool: nobody reads it there during this launch. One warp
+// of the whole grid does so for each KV head, or splits would write the same row many times over.
 template <int kHeadDim>
 __device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch, int head,
                                        int length, int lane) {
@@ -351,7 +354,8 @@ __global__ void __launch_bounds__(32 * kWarps, decode_ctas_per_sm(kDecodeArch, k
     }
   }
   if constexpr (Loader::kPaged) {
-    if (p.fresh.k != nullptr && first_head == 0 && rank == 0 && warp == kWarps - 1 && length > 0)
+    if (p.fresh.k != nullptr && first_head == 0 && split == 0 && rank == 0 && warp == kWarps - 1 &&
+        length > 0)
       append<kHeadDim>(p, batch, head, length, lane);
   }
 
