@@ -26,6 +26,8 @@ TOOLS = ROOT / "tools"
 
 VERSIONS: dict[str, Any] = json.loads((ROOT / "ci" / "versions.json").read_text())
 FAMILIES: list[str] = list(VERSIONS["families"])
+# CMake options that give a family's kernels other bodies, which pass the same GPU tests.
+BODIES: dict[str, list[str]] = {"attention": ["ASTRAI_NO_MMA"]}
 COMBOS = sorted(path.stem.removeprefix("test_") for path in ROOT.glob("ci/combos/test_*.py"))
 
 
@@ -80,11 +82,13 @@ def sources(folder: Path) -> Iterator[Path]:
         yield from (Path(base, file) for file in sorted(files))
 
 
-def wheel(session: nox.Session, package: str, arch: str | None = None) -> Path:
+def wheel(
+    session: nox.Session, package: str, arch: str | None = None, option: str | None = None
+) -> Path:
     """A package's wheel, built through its sdist unless neither sources nor compiler changed.
 
     `arch` goes to ASTRAI_CUDA_ARCH. By default it is what every machine tests: one architecture's
-    machine code, and PTX.
+    machine code, and PTX. `option` is one of CMake to turn on.
     """
     if package not in FAMILIES:
         arch = ""
@@ -92,7 +96,7 @@ def wheel(session: nox.Session, package: str, arch: str | None = None) -> Path:
         arch = ";".join(VERSIONS["families"][package]["tested"])
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or ""
     folder = folder_of(package)
-    key = hashlib.sha256(f"{arch}\0{nvcc}\0{sysconfig.get_config_var('SOABI')}".encode())
+    key = hashlib.sha256(f"{arch}\0{option}\0{nvcc}\0{sysconfig.get_config_var('SOABI')}".encode())
     for path in sources(folder):
         key.update(f"\0{path.relative_to(folder)}\0".encode() + path.read_bytes())
     built = CACHE / "wheels" / f"{package}-{key.hexdigest()[:16]}"
@@ -102,6 +106,7 @@ def wheel(session: nox.Session, package: str, arch: str | None = None) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         # Without a compiler on this machine the build gets one from PyPI.
         env = {"ASTRAI_CUDA_ARCH": arch, "CUDACXX": nvcc or None}
+        env["SKBUILD_CMAKE_DEFINE"] = option and f"{option}=ON"
         session.run("python", "-m", "build", "--outdir", unfinished, folder, env=env)
         unfinished.rename(built)
     return next(built.glob("*.whl"))
@@ -161,14 +166,16 @@ def pytest(session: nox.Session, folder: Path, *args: str) -> None:
     session.run("pytest", "--rootdir", folder, folder / "tests", *args, *session.posargs)
 
 
-def install_for_tests(session: nox.Session, package: str, arch: str | None = None) -> None:
+def install_for_tests(
+    session: nox.Session, package: str, arch: str | None = None, option: str | None = None
+) -> None:
     """Install a package as its users get it, and what its tests use."""
     lend_torch(session)
     install(session, *pins("pytest", "hypothesis"), "-e", TOOLS)
     if package == "core":
         install_model(session)
     if package != "tools":
-        install_wheels(session, wheel(session, package, arch))
+        install_wheels(session, wheel(session, package, arch, option))
 
 
 def install_wheels(session: nox.Session, *wheels: Path) -> None:
@@ -264,16 +271,21 @@ def demo(session: nox.Session) -> None:
 def gpu(session: nox.Session, package: str) -> None:
     """Run a package's GPU tests, those of a family also as PTX; a skip is a failure."""
     ptx = VERSIONS["families"][package]["ptx"] if package in FAMILIES else []
-    for arch in ("native", *(f"{ptx_arch}-virtual" for ptx_arch in ptx)):
-        install_for_tests(session, package, arch)
+    bodies = BODIES.get(package, [])
+    builds: list[tuple[str, str | None]] = [("native", None)]
+    builds += [(f"{ptx_arch}-virtual", None) for ptx_arch in ptx]
+    builds += [("native", body) for body in bodies]
+    for arch, body in builds:
+        install_for_tests(session, package, arch, body)
         if package == "core":
             install_wheels(session, *(wheel(session, family, "native") for family in FAMILIES))
         pytest(session, folder_of(package), "-p", "kernelkit.no_skips", "-m", "gpu")
     for program in sorted((folder_of(package) / "csrc" / "tests").glob("*.cu")):
-        check_program(session, folder_of(package), program)
+        for body in (None, *bodies):
+            check_program(session, folder_of(package), program, body)
 
 
-def check_program(session: nox.Session, folder: Path, program: Path) -> None:
+def check_program(session: nox.Session, folder: Path, program: Path, option: str | None) -> None:
     """Compile a family's check program, which needs no Python, for the GPU at hand, and run it."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
@@ -288,9 +300,10 @@ def check_program(session: nox.Session, folder: Path, program: Path) -> None:
     ]
     binary = Path(session.create_tmp()) / program.stem
     includes = [f"-I{path}" for path in (csrc, folder / "shared_csrc" / "include", program.parent)]
+    define = [f"-D{option}"] if option else []
     session.run(
-        nvcc, "-std=c++17", "-O3", "-arch=native", *includes, program, *kernels, "-o", binary,
-        external=True,
+        nvcc, "-std=c++17", "-O3", "-arch=native", *define, *includes, program, *kernels,
+        "-o", binary, external=True,
     )  # fmt: skip
     session.run(binary, external=True)
 

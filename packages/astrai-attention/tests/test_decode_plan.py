@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from astrai_attention import _attention
+from kernelkit import wheels
 
 KB = 1024
 HEADS = 8  # query heads of a CTA
@@ -54,13 +55,13 @@ def plan(device: Any = H200, **changes: Any) -> dict[str, Any]:
 def test_short_sequences_get_a_cluster(max_length: int, parts: int) -> None:
     found = plan(max_length=max_length)
     assert (found["parts"], found["splits"], found["grid"]) == (parts, 1, 8 * parts)
-    assert found["workspace_floats"] == 0
+    assert found["workspace_bytes"] == 0
 
 
 def test_long_sequences_get_the_whole_gpu_and_a_second_kernel() -> None:
     found = plan(max_length=2049)
     assert (found["parts"], found["splits"], found["grid"]) == (1, 16, 128)
-    assert found["workspace_floats"] == 128 * HEADS * (128 + 2)
+    assert found["workspace_bytes"] == 4 * 128 * HEADS * (128 + 2)
     # No split without tokens: 2049 are 17 rounds of 8 warps with 16 tokens each.
     assert plan(max_length=2049, kv_heads=1, q_heads=4)["splits"] == 17
     assert plan(max_length=1 << 20, kv_heads=1, q_heads=4)["splits"] == 132
@@ -102,6 +103,25 @@ def test_many_units_get_small_ctas(head_dim: int, batch: int, warps: int) -> Non
         assert 2 * (found["smem_bytes"] + KB) <= H200.smem_per_sm
 
 
+@pytest.mark.gpu
+def test_the_module_holds_the_body_that_its_plans_name() -> None:
+    """And no other: GPU tests run on a build of each."""
+    prefill = _attention.plan_prefill(
+        batch=1, q_len=64, kv_len=64, q_tiles=0, q_heads=8, kv_heads=8, head_dim=128,
+        masked=False, device=H200,
+    )  # fmt: skip
+    assert plan()["body"] == prefill["body"]
+    kernels = {
+        "mma.sync": {"7MmaWarp", "14prefill_kernel"},
+        "scalar": {"10ScalarWarp", "21prefill_scalar_kernel"},
+    }
+    # Mangled names, by which the runtime finds a kernel.
+    code = wheels.path_of("astrai_attention._attention").read_bytes()
+    for body, names in kernels.items():
+        there = {name for name in names if name.encode() in code}
+        assert there == (names if body == plan()["body"] else set())
+
+
 def test_dependent_launch_follows_the_image_not_the_gpu() -> None:
     # compute_80 code has no griddepcontrol.wait: launched early, it would read too early.
     assert plan(H200)["programmatic"] is True
@@ -141,8 +161,8 @@ def test_any_problem_is_covered_within_the_limits_of_the_device(
     if parts * splits > 1:
         assert found["grid"] <= device.sm_count * (2 if found["warps"] == 4 else 1)
         assert (parts * splits - 1) * tile < max_length
-    assert found["workspace_floats"] == (
-        found["grid"] * HEADS * (head_dim + 2) if splits > 1 else 0
+    assert found["workspace_bytes"] == (
+        4 * found["grid"] * HEADS * (head_dim + 2) if splits > 1 else 0
     )
     assert found["warps"] in ((2, 4) if head_dim == 256 else (4, 8))
     assert found["smem_bytes"] <= device.smem_per_block

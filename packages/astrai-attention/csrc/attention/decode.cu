@@ -1,17 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <atomic>
+#include <type_traits>
 
 #include "astrai/host/launch.h"
 #include "attention/decode_kernel.cuh"
+#include "attention/decode_mma.cuh"
+#include "attention/decode_scalar.cuh"
 
 namespace astrai::attention {
 
 namespace {
 
+template <int kHeadDim>
+using Warp = std::conditional_t<kMma, MmaWarp<kHeadDim>, ScalarWarp<kHeadDim>>;
+
 template <int kHeadDim, int kWarps, class Kv>
 void launch_instance(const DecodeParams<Kv>& params, const DecodePlan& plan, int device,
                      cudaStream_t stream) {
-  auto* kernel = decode_kernel<kHeadDim, kWarps, Kv>;
+  auto* kernel = decode_kernel<Warp<kHeadDim>, kWarps, Kv>;
   // The opt-ins are per kernel and device, and cost a microsecond: once is enough.
   static std::atomic<bool> opted_in[kMaxDevices];
   if (!opted_in[device].load(std::memory_order_acquire)) {

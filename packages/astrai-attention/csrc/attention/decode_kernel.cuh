@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode attention: one query token of each sequence, out = softmax(scale * q K^T) V for every query head.
 //
-// Algorithm. Tokens are the rows of both products, query heads of one KV head their 8 columns:
-// S^T[token, head] = K Q^T, then O^T[d, head] += V^T P^T with mma.m16n8k16; the transposed probabilities
-// cross lanes by movmatrix. A step of a warp is a tile of 16 tokens, of 32 for head_dim 32 and 64, with an
-// online softmax of its own. Warps and CTAs keep (maximum, sum, accumulator) apart until all tokens are
-// read; they are merged in a fixed order.
+// Algorithm. A step of a warp is a tile of 16 tokens, of 32 for head_dim 32 and 64, with an online softmax
+// of its own, on tensor cores (decode_mma.cuh) or without (decode_scalar.cuh). Warps and CTAs keep
+// (maximum, sum, accumulator) apart until all tokens are read; they are merged in a fixed order.
 //
 // Grid. A unit is one KV head of one sequence with up to 8 of its query heads. A cluster of `parts` CTAs,
 // or `splits` CTAs, share a unit; their warps take tiles in turn, up to the length that the device finds.
@@ -35,7 +33,6 @@
 #include <type_traits>
 
 #include "astrai/device/async_copy.cuh"
-#include "astrai/device/mma.cuh"
 #include "astrai/device/pdl.cuh"
 #include "attention/cluster.cuh"
 #include "attention/decode_params.h"
@@ -50,15 +47,6 @@ constexpr int kDecodeArch = 80;
 #endif
 
 constexpr int kMergeThreads = 128;
-
-constexpr float kMinusInfinity = -__builtin_huge_valf();
-
-// 8x8 matrix of bf16, transposed across the lanes of a warp.
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t rows) {
-  uint32_t columns;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
-  return columns;
-}
 
 // Fills a warp's ring with the tiles `first`, `first` + `step`, ...
 template <int kHeadDim, int kWarps, class Kv>
@@ -144,68 +132,14 @@ struct TileLoader {
   }
 };
 
-// The sums of one warp: columns 2t and 2t + 1 of lane t are two query heads.
-template <int kHeadDim>
-struct WarpState {
-  static constexpr int kBlocks = decode_tile(kHeadDim) / 16;
-
-  float o[kHeadDim / 16][4] = {};
-  float maximum[2] = {kMinusInfinity, kMinusInfinity};  // of the scores in log2, over all lanes
-  float sum[2] = {0.0f, 0.0f};                          // of this lane's tokens
-
-  // Adds a step: scores in, V of the tile at `v`.
-  __device__ __forceinline__ void add(float (&s)[kBlocks][4], uint32_t v, int lane) {
-    constexpr int kRowBytes = 2 * kHeadDim;
-    float scale[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float most = maximum[h];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) most = fmaxf(most, fmaxf(s[b][h], s[b][h + 2]));
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
-      // Of a row that is masked so far every exponential is 0, not that of a NaN.
-      const float base = most == kMinusInfinity ? 0.0f : most;
-      scale[h] = exp2_fast(maximum[h] - base);
-      maximum[h] = most;
-      sum[h] *= scale[h];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        s[b][h] = exp2_fast(s[b][h] - base);
-        s[b][h + 2] = exp2_fast(s[b][h + 2] - base);
-        sum[h] += s[b][h] + s[b][h + 2];
-      }
-    }
-    if (__any_sync(0xffffffffu, scale[0] != 1.0f || scale[1] != 1.0f)) {
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[j][i] *= scale[i % 2];
-    }
-    const uint32_t token = lane % 8 + lane / 16 * 8;
-    const uint32_t base = v + tile_offset<kRowBytes>(token, lane / 8 % 2);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const uint32_t p0 = transpose_8x8(pack_bf16(s[b][0], s[b][1]));
-      const uint32_t p1 = transpose_8x8(pack_bf16(s[b][2], s[b][3]));
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j) {
-        uint32_t a[4];
-        ldmatrix_x4_trans(a, pieces_on(base, 2 * j) + b * 16 * kRowBytes);
-        mma_m16n8k16_bf16(o[j], a[0], a[1], a[2], a[3], p0, p1);
-      }
-    }
-  }
-};
-
 // Sums of a CTA's warps, and of a cluster's CTAs, in order of their ranks.
 template <int kHeadDim, int kWarps>
 struct Merge {
   static constexpr int kPitch = kHeadDim + 4;  // lanes t apart then lie in different banks
   static constexpr int kRingBytes = decode_ring_bytes(kDecodeArch, kHeadDim, kWarps);
-  static constexpr int kBarrierAt = decode_smem_bytes(kDecodeArch, kHeadDim, kWarps) - 16;
+  static constexpr int kBarrierAt = kRingBytes + decode_inbox_bytes(kHeadDim) - 16;
   static constexpr int kStatsAt = kBarrierAt - kDecodeMaxParts * kDecodeHeads * 8;
+  static constexpr int kQueriesAt = kBarrierAt + 16;
 
   float* sums;       // [warps][kDecodeHeads][kPitch]
   float2* stats;     // [warps][kDecodeHeads]: maximum, sum
@@ -220,23 +154,6 @@ struct Merge {
         in_stats(reinterpret_cast<float2*>(smem + kStatsAt)),
         barrier(smem_address(smem) + kBarrierAt) {
     static_assert(kWarps * kDecodeHeads * (kPitch * 4 + 8) <= kRingBytes);
-  }
-
-  __device__ __forceinline__ void put(const WarpState<kHeadDim>& state, int warp, int lane) const {
-    const int g = lane / 4, t = lane % 4;
-    float* to = sums + (warp * kDecodeHeads + 2 * t) * kPitch + g;
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 16; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i % 2 * kPitch + j * 16 + i / 2 * 8] = state.o[j][i];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float sum = state.sum[h];
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-      if (g == 0) stats[warp * kDecodeHeads + 2 * t + h] = make_float2(state.maximum[h], sum);
-    }
   }
 };
 
@@ -299,13 +216,11 @@ __device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch
   copy(p.kv.v, p.fresh.v + batch * p.fresh.v_stride.batch + head * p.fresh.v_stride.head);
 }
 
-template <int kHeadDim, int kWarps, class Kv>
-__global__ void __launch_bounds__(32 * kWarps, decode_ctas_per_sm(kDecodeArch, kHeadDim, kWarps))
-    decode_kernel(const __grid_constant__ DecodeParams<Kv> p) {
+template <class Warp, int kWarps, class Kv>
+__device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
+  constexpr int kHeadDim = Warp::kHeadDim;
   using Loader = TileLoader<kHeadDim, kWarps, Kv>;
   constexpr int kStages = Loader::kStages;
-  constexpr int kRowBytes = Loader::kRowBytes;
-  constexpr int kBlocks = Loader::kTile / 16;
   extern __shared__ __align__(128) char smem[];
 
   pdl_launch_dependents();
@@ -341,36 +256,23 @@ __global__ void __launch_bounds__(32 * kWarps, decode_ctas_per_sm(kDecodeArch, k
   Loader loader(p, batch, head, length, first, step, lane, ring);
   for (int i = 0; i < kStages - 1; ++i) loader.issue();
 
-  // Query head g's fragments.
-  uint32_t q[kHeadDim / 16][2] = {};
-  if (lane / 4 < heads) {
-    const int64_t row =
-        batch * p.q_stride.batch + (head * p.group + first_head + lane / 4) * p.q_stride.head;
-    const auto* from = reinterpret_cast<const uint32_t*>(p.q + row) + lane % 4;
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 16; ++j) {
-      q[j][0] = __ldcg(from + j * 8);
-      q[j][1] = __ldcg(from + j * 8 + 4);
-    }
-  }
+  Warp state;
+  state.load_q(p, batch, head * p.group + first_head, heads, lane, smem + merge.kQueriesAt);
   if constexpr (Loader::kPaged) {
     if (p.fresh.k != nullptr && first_head == 0 && split == 0 && rank == 0 && warp == kWarps - 1 &&
         length > 0)
       append<kHeadDim>(p, batch, head, length, lane);
   }
 
-  WarpState<kHeadDim> state;
-  const uint32_t k_place = tile_offset<kRowBytes>(lane % 16, lane / 16);
   int slot = 0;
   for (int tile = first; tile < tiles; tile += step) {
-    bool keep[kBlocks][2];
+    bool keep[Warp::kTokens];
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      const int position = tile * Loader::kTile + lane / 4 + i * 8;
-      bool kept = position < length;
-      if (p.mask.data != nullptr && kept)
-        kept = p.mask.data[batch * p.mask.batch_stride + position * p.mask.key_stride] != 0;
-      keep[i / 2][i % 2] = kept;
+    for (int i = 0; i < Warp::kTokens; ++i) {
+      const int position = tile * Loader::kTile + Warp::token_of(lane, i);
+      keep[i] = position < length;
+      if (p.mask.data != nullptr && keep[i])
+        keep[i] = p.mask.data[batch * p.mask.batch_stride + position * p.mask.key_stride] != 0;
     }
     cp_async_wait<kStages - 2>();
     // The tile is there for all lanes, and all have read the one before, whose slot is filled now.
@@ -378,27 +280,13 @@ __global__ void __launch_bounds__(32 * kWarps, decode_ctas_per_sm(kDecodeArch, k
     loader.issue();
     const uint32_t stage = ring + slot * Loader::kStageBytes;
     slot = slot + 1 == kStages ? 0 : slot + 1;
-    // Two chains: a dependent MMA waits for the one before it.
-    float s[kBlocks][4];
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      float chains[2][4] = {};
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j) {
-        uint32_t a[4];
-        ldmatrix_x4(a, stage + pieces_on(k_place, 2 * j) + b * 16 * kRowBytes);
-        mma_m16n8k16_bf16(chains[j % 2], a[0], a[1], a[2], a[3], q[j][0], q[j][1]);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[b][i] = keep[b][i / 2] ? (chains[0][i] + chains[1][i]) * p.scale_log2 : kMinusInfinity;
-    }
-    state.add(s, stage + Loader::kStageBytes / 2, lane);
+    state.add(keep, stage, stage + Loader::kStageBytes / 2, p.scale_log2, lane);
   }
 
   cp_async_wait<0>();
   __syncthreads();
-  merge.put(state, warp, lane);
+  state.put(merge.sums + warp * kDecodeHeads * merge.kPitch, merge.stats + warp * kDecodeHeads,
+            merge.kPitch, lane);
   if (p.parts > 1) cluster_wait();
   __syncthreads();
 
@@ -460,6 +348,17 @@ __global__ void __launch_bounds__(32 * kWarps, decode_ctas_per_sm(kDecodeArch, k
     }
     store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, all);
   }
+}
+
+// Where no plan for the architecture asks for so many warps, its image has an empty kernel.
+template <int kHeadDim, int kWarps>
+constexpr bool kPlanned = is_decode_warps(kDecodeArch, kHeadDim, kWarps);
+
+template <class Warp, int kWarps, class Kv>
+__global__ void __launch_bounds__(32 * kWarps,
+                                  decode_ctas_per_sm(kDecodeArch, Warp::kHeadDim, kWarps))
+    decode_kernel(const __grid_constant__ DecodeParams<Kv> p) {
+  if constexpr (kPlanned<Warp::kHeadDim, kWarps>) decode_cta<Warp, kWarps>(p);
 }
 
 // Merges the splits of one query head. A CTA has threads for its quads several times over; the n-th of a

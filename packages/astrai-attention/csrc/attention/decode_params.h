@@ -51,6 +51,24 @@ struct DecodeParams {
   float2* stats;  // [units, splits, kDecodeHeads]: maximum of the scores in log2, sum
 };
 
+// What follows from a problem and its plan; `workspace`: plan.workspace_bytes, on 16 bytes.
+template <class Kv>
+void set_plan(DecodeParams<Kv>& params, const DecodeProblem& problem, const DecodePlan& plan,
+              void* workspace) {
+  params.max_length = static_cast<int>(problem.max_length);
+  params.kv_heads = static_cast<int>(problem.kv_heads);
+  params.group = static_cast<int>(problem.q_heads / problem.kv_heads);
+  params.head_groups = plan.head_groups;
+  params.parts = plan.parts;
+  params.parts_log2 = 0;
+  while (1 << params.parts_log2 < plan.parts) ++params.parts_log2;
+  params.splits = plan.splits;
+  if (plan.splits == 1) return;
+  params.sums = static_cast<float*>(workspace);
+  params.stats =
+      reinterpret_cast<float2*>(params.sums + plan.grid * kDecodeHeads * problem.head_dim);
+}
+
 // Launch the planned kernel on `stream` of the current device, whose index `device` is.
 void launch_decode(const DecodeParams<ContigKv>& params, const DecodePlan& plan, int head_dim,
                    int device, cudaStream_t stream);

@@ -53,7 +53,8 @@ DecodePlan plan_decode(const DecodeProblem& p, const DeviceInfo& device) {
   else
     while (plan.parts * 2 <= std::min<int64_t>(most, parts)) plan.parts *= 2;
   plan.grid = units * plan.parts * plan.splits;
-  if (plan.splits > 1) plan.workspace_floats = plan.grid * kDecodeHeads * (p.head_dim + 2);
+  // Sums, then for each head its maximum and its sum of exponentials.
+  if (plan.splits > 1) plan.workspace_bytes = plan.grid * kDecodeHeads * (p.head_dim + 2) * 4;
   if (plan.grid > std::numeric_limits<int32_t>::max())
     throw ValueError(concat("batch: expected fewer than 2^31 CTAs, got ", plan.grid));
   plan.smem_bytes = decode_smem_bytes(device.image_arch, head_dim, plan.warps);

@@ -7,6 +7,7 @@
 #include <initializer_list>
 
 #include "astrai/host/device.h"
+#include "attention/body.h"
 
 namespace astrai::attention {
 
@@ -33,6 +34,12 @@ constexpr int decode_warps(int image_arch, int head_dim, bool many_units) {
   return is_roomy(image_arch) && !many_units ? 8 : 4;
 }
 
+// Whether a plan may ask for so many.
+constexpr bool is_decode_warps(int image_arch, int head_dim, int warps) {
+  return warps == decode_warps(image_arch, head_dim, false) ||
+         warps == decode_warps(image_arch, head_dim, true);
+}
+
 // K and V of a tile, for each warp.
 constexpr int decode_stages(int image_arch, int head_dim) {
   return head_dim == 32 ? 4 : is_roomy(image_arch) ? 3 : 2;
@@ -54,8 +61,12 @@ constexpr int decode_inbox_bytes(int head_dim) {
   return kDecodeHeads * head_dim * 4 + kDecodeMaxParts * (16 + kDecodeHeads * 8) + 16;
 }
 
+// The queries, which lie in registers for the MMAs.
+constexpr int decode_queries_bytes(int head_dim) { return kMma ? 0 : kDecodeHeads * head_dim * 4; }
+
 constexpr int decode_smem_bytes(int image_arch, int head_dim, int warps) {
-  return decode_ring_bytes(image_arch, head_dim, warps) + decode_inbox_bytes(head_dim);
+  return decode_ring_bytes(image_arch, head_dim, warps) + decode_inbox_bytes(head_dim) +
+         decode_queries_bytes(head_dim);
 }
 
 constexpr bool decode_fits(int image_arch, int smem_per_sm) {
@@ -85,7 +96,7 @@ struct DecodePlan {
   int splits;    // CTAs among which they are split, and merged by a second kernel; 1 with parts > 1
   int warps;     // of a CTA
   int64_t grid;  // batch * kv_heads * head_groups * parts * splits
-  int64_t workspace_floats;  // 0 without splits
+  int64_t workspace_bytes;  // 0 without splits
   int smem_bytes;
   bool programmatic;  // launch with programmatic dependent launch
 };

@@ -3,16 +3,25 @@
 
 #include "astrai/host/launch.h"
 #include "attention/prefill_kernel.cuh"
+#include "attention/prefill_scalar_kernel.cuh"
 
 namespace astrai::attention {
 
 namespace {
 
 template <int kHeadDim, bool kMasked, class Schedule, class Kv>
+constexpr auto* body() {
+  if constexpr (kMma)
+    return prefill_kernel<kHeadDim, Schedule, Kv, kMasked>;
+  else
+    return prefill_scalar_kernel<kHeadDim, Schedule, Kv, kMasked>;
+}
+
+template <int kHeadDim, bool kMasked, class Schedule, class Kv>
 void launch_instance(const PrefillParams<Schedule, Kv>& params, const PrefillPlan& plan, int device,
                      cudaStream_t stream) {
   constexpr const char* kWhat = std::is_same_v<Kv, PagedKv> ? "attn_paged_prefill" : "attn_prefill";
-  auto* kernel = prefill_kernel<kHeadDim, Schedule, Kv, kMasked>;
+  auto* kernel = body<kHeadDim, kMasked, Schedule, Kv>();
   // The opt-in is per kernel and device, and costs a microsecond: once is enough.
   static std::atomic<bool> opted_in[kMaxDevices];
   if (!opted_in[device].load(std::memory_order_acquire)) {

@@ -42,7 +42,6 @@ PrefillPlan plan_prefill(const PrefillProblem& p, const DeviceInfo& device) {
   check(p);
   const PrefillTile tile = prefill_tile(device.image_arch, static_cast<int>(p.head_dim), p.masked);
   PrefillPlan plan{};
-  plan.kernel = PrefillKernel::kMmaSync;
   plan.block_m = tile.block_m();
   plan.block_n = tile.block_n;
   plan.stages = tile.stages;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "astrai/host/device.h"
+#include "attention/body.h"
 
 namespace astrai::attention {
 
@@ -59,9 +60,6 @@ static_assert(prefill_fits(90, 128, 2, 228 * 1024) && prefill_fits(90, 256, 2, 2
 static_assert(prefill_fits(80, 32, 2, 100 * 1024) && prefill_fits(80, 64, 2, 100 * 1024));
 static_assert(prefill_fits(80, 128, 2, 100 * 1024) && prefill_fits(80, 256, 1, 100 * 1024));
 
-// kMmaSync runs from sm_80 on; an implementation for one architecture goes beside it.
-enum class PrefillKernel : int { kMmaSync = 0 };
-
 struct PrefillProblem {
   int64_t batch, q_len, kv_len;  // dense only
   int64_t q_tiles;               // packed: tiles in the maps; dense: 0
@@ -72,7 +70,6 @@ struct PrefillProblem {
 
 // A CTA takes `rows` queries of `heads` query heads that share a KV head.
 struct PrefillPlan {
-  PrefillKernel kernel;
   int block_m, block_n, stages;
   int heads_shift;      // log2 of the heads of a CTA
   int rows;             // block_m >> heads_shift

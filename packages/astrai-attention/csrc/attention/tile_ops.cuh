@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warp-level pieces of attention on mma.sync: swizzled bf16 tiles in shared memory, ldmatrix, exp2.
+// Warp-level pieces of attention: swizzled bf16 tiles in shared memory, ldmatrix, exp2.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
+#include "astrai/device/async_copy.cuh"
+
 namespace astrai::attention {
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // A tile has rows of kRowBytes (a power of two from 64 on). The 16-byte piece c of row r sits at
 // c ^ key(r), so that 8 rows at one piece, which ldmatrix reads together, lie in 8 different bank
@@ -56,6 +60,21 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
   return reinterpret_cast<const uint32_t&>(pair);
+}
+
+__device__ __forceinline__ float round_to_bf16(float x) {
+  return __bfloat162float(__float2bfloat16_rn(x));
+}
+
+// Eight numbers of a tile.
+__device__ __forceinline__ void load_8(uint32_t smem, float (&x)[8]) {
+  const uint4 packed = ld_shared_16(smem);
+  const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = __uint_as_float(pairs[i] << 16);
+    x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+  }
 }
 
 __device__ __forceinline__ void st_shared_4(uint32_t smem, uint32_t value) {

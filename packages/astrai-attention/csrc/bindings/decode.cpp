@@ -77,28 +77,22 @@ py::object run(Params& params, py::handle q_, const TensorView& q, const Queries
   if (!out) out.emplace(torch.view("out", result));
 
   const int device = q.device_index();
+  const attention::DecodeProblem problem{shape.batch, shape.heads, kv_heads, shape.head_dim,
+                                         max_length};
   const attention::DecodePlan plan =
-      attention::plan_decode({shape.batch, shape.heads, kv_heads, shape.head_dim, max_length},
-                             attention::device_info(device));
+      attention::plan_decode(problem, attention::device_info(device));
   params.q = q.data<Bf16>();
   params.out = out->template data<Bf16>();
   if (with_lse) params.lse = torch.view("lse", lse).data<float>();
   params.q_stride = {q.stride(0), q.stride(2)};
   params.out_stride = {out->stride(0), out->stride(2)};
-  params.max_length = static_cast<int>(max_length);
-  params.kv_heads = static_cast<int>(kv_heads);
-  params.group = static_cast<int>(shape.heads / kv_heads);
-  params.head_groups = plan.head_groups;
-  params.parts = plan.parts;
-  while (1 << params.parts_log2 < plan.parts) ++params.parts_log2;
-  params.splits = plan.splits;
   py::object workspace;
-  if (plan.workspace_floats > 0) {
-    workspace = torch.new_empty_fp32(q_, {plan.workspace_floats});
-    params.sums = torch.view("workspace", workspace).data<float>();
-    params.stats = reinterpret_cast<float2*>(params.sums +
-                                             plan.grid * attention::kDecodeHeads * shape.head_dim);
+  void* memory = nullptr;
+  if (plan.workspace_bytes > 0) {
+    workspace = torch.new_empty_fp32(q_, {plan.workspace_bytes / 4});
+    memory = torch.view("workspace", workspace).data<void>();
   }
+  attention::set_plan(params, problem, plan, memory);
   astrai::DeviceGuard guard(device);
   attention::launch_decode(params, plan, static_cast<int>(shape.head_dim), device,
                            torch.current_stream(q.device()));
@@ -223,11 +217,12 @@ py::dict plan_decode(int64_t batch, int64_t q_heads, int64_t kv_heads, int64_t h
   const attention::DecodePlan plan =
       attention::plan_decode({batch, q_heads, kv_heads, head_dim, max_length}, device);
   py::dict result;
+  result["body"] = attention::kBody;
   result["head_groups"] = plan.head_groups;
   result["parts"] = plan.parts;
   result["grid"] = plan.grid;
   result["splits"] = plan.splits;
-  result["workspace_floats"] = plan.workspace_floats;
+  result["workspace_bytes"] = plan.workspace_bytes;
   result["warps"] = plan.warps;
   result["smem_bytes"] = plan.smem_bytes;
   result["programmatic"] = plan.programmatic;

@@ -238,6 +238,7 @@ py::dict plan_prefill(int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_ti
   const attention::PrefillPlan plan = attention::plan_prefill(
       {batch, q_len, kv_len, q_tiles, q_heads, kv_heads, head_dim, masked}, device);
   py::dict result;
+  result["body"] = attention::kBody;
   result["q_tile_rows"] = attention::kQTileRows;
   result["block"] = py::make_tuple(plan.block_m, plan.block_n);
   result["stages"] = plan.stages;

@@ -3,6 +3,7 @@
 //   nvcc -std=c++17 -O3 -arch=native -I. -I../shared_csrc/include -Itests tests/attn_paged_test.cu \
 //     family.cu attention/{decode,prefill}.cu attention/{decode,prefill}_plan.cpp \
 //     attention/schedule.cpp -o /tmp/attn_paged_test && /tmp/attn_paged_test
+// With -DASTRAI_NO_MMA: the scalar bodies.
 #include "attention/schedule.h"
 #include "decode_check.cuh"
 #include "prefill_check.cuh"

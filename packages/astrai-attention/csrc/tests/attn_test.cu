@@ -3,6 +3,7 @@
 //   nvcc -std=c++17 -O3 -arch=native -I. -I../shared_csrc/include -Itests tests/attn_test.cu family.cu \
 //     attention/{decode,prefill}.cu attention/{decode,prefill}_plan.cpp -o /tmp/attn_test &&
 //     /tmp/attn_test
+// With -DASTRAI_NO_MMA: the scalar bodies.
 #include "decode_check.cuh"
 #include "prefill_check.cuh"
 

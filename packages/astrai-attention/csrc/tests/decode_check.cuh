@@ -16,27 +16,18 @@ struct DecodeShape {
 template <class Kv>
 void decode(const DecodeShape& s, astrai::attention::DecodeParams<Kv> params, cudaStream_t stream) {
   using namespace astrai::attention;
-  static float* workspace = nullptr;
+  static void* workspace = nullptr;
   static int64_t held = 0;
-  const DecodePlan plan =
-      plan_decode({s.batch, s.q_heads, s.kv_heads, s.head_dim, s.length}, device_info(0));
-  if (plan.workspace_floats > held) {
+  const DecodeProblem problem{s.batch, s.q_heads, s.kv_heads, s.head_dim, s.length};
+  const DecodePlan plan = plan_decode(problem, device_info(0));
+  if (plan.workspace_bytes > held) {
     cudaFree(workspace);
-    ok(cudaMalloc(&workspace, plan.workspace_floats * sizeof(float)), "cudaMalloc");
-    held = plan.workspace_floats;
+    ok(cudaMalloc(&workspace, plan.workspace_bytes), "cudaMalloc");
+    held = plan.workspace_bytes;
   }
   params.q_stride = params.out_stride = {int64_t{s.q_heads} * s.head_dim, s.head_dim};
   params.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(double(s.head_dim)));
-  params.max_length = s.length;
-  params.kv_heads = s.kv_heads;
-  params.group = s.q_heads / s.kv_heads;
-  params.head_groups = plan.head_groups;
-  params.parts = plan.parts;
-  while (1 << params.parts_log2 < plan.parts) ++params.parts_log2;
-  params.splits = plan.splits;
-  params.sums = workspace;
-  params.stats =
-      reinterpret_cast<float2*>(workspace + plan.grid * kDecodeHeads * int64_t{s.head_dim});
+  set_plan(params, problem, plan, workspace);
   launch_decode(params, plan, s.head_dim, 0, stream);
 }
 

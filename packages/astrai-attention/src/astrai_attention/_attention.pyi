@@ -39,7 +39,7 @@ def plan_decode(
     head_dim: int,
     max_length: int,
     device: DeviceInfo,
-) -> dict[str, int | bool]: ...
+) -> dict[str, int | bool | str]: ...
 def attn_decode(
     q: Tensor,
     k: Tensor,
@@ -73,7 +73,7 @@ def plan_prefill(
     head_dim: int,
     masked: bool,
     device: DeviceInfo,
-) -> dict[str, int | bool | tuple[int, int]]: ...
+) -> dict[str, int | bool | str | tuple[int, int]]: ...
 def q_tile_schedule(
     q_lens: Sequence[int], tile_rows: int
 ) -> tuple[list[int], list[int], list[int]]: ...
