@@ -282,7 +282,10 @@ def test_opcheck() -> None:
     mask, out = torch.rand(2, 9, device="cuda") < 0.5, torch.empty_like(q)
     check(ops.attn_decode.default, (q, k, v, None, None))
     check(ops.attn_decode.default, (q, k, v, mask, 0.5))
-    check(ops.attn_decode_out.default, (q, k, v, mask, None, out))
+    check(ops.attn_decode_out.default, (q, k, v, mask, None, out, None, None))
+    lse = torch.empty(2, 4, 1, device="cuda")
+    workspace = torch.empty(1 << 20, device="cuda", dtype=torch.uint8)
+    check(ops.attn_decode_out.default, (q, k, v, mask, None, out, lse, workspace))
     for append in (False, True):
         cache = paged([9, 40], page_size=4, capacity=64, append=append)
         arguments = (q, cache.k_pool, cache.v_pool, cache.page_table, cache.seq_lens, 4)
@@ -292,7 +295,7 @@ def test_opcheck() -> None:
             pool.nan_to_num_(7)
         name = "attn_paged_decode_append" if append else "attn_paged_decode"
         check(getattr(ops, name).default, arguments)
-        check(getattr(ops, f"{name}_out").default, (*arguments, out))
+        check(getattr(ops, f"{name}_out").default, (*arguments, out, None, None))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -185,16 +185,15 @@ def test_opcheck() -> None:
     q, k, v = operands.values()
     ops = torch.ops.astrai_attention
     mask = torch.rand(2, 9, device="cuda") < 0.5
-    for op in (ops.attn_prefill, ops.attn_prefill_lse):
-        torch.library.opcheck(op.default, (q, k, v, mask, True, None))
-        torch.library.opcheck(op.default, (q[:, :, :4], k, v, None, False, 0.5))
-    for op in (ops.attn_prefill_out, ops.attn_prefill_lse_out):
-        torch.library.opcheck(op.default, (q, k, v, None, True, None, torch.empty_like(q)))
+    torch.library.opcheck(ops.attn_prefill.default, (q, k, v, mask, True, None))
+    torch.library.opcheck(ops.attn_prefill.default, (q[:, :, :4], k, v, None, False, 0.5))
+    for lse in (None, torch.empty(2, 8, 9, device="cuda")):
+        arguments = (q, k, v, None, True, None, torch.empty_like(q), lse)
+        torch.library.opcheck(ops.attn_prefill_out.default, arguments)
     arguments = (*paged([3, 70], [9, 70]).operands.values(), True, None)
     torch.library.opcheck(ops.attn_paged_prefill.default, arguments)
-    torch.library.opcheck(ops.attn_paged_prefill_lse.default, arguments)
     out = torch.empty_like(arguments[0])
-    torch.library.opcheck(ops.attn_paged_prefill_out.default, (*arguments, out))
+    torch.library.opcheck(ops.attn_paged_prefill_out.default, (*arguments, out, None))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

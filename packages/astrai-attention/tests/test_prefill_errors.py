@@ -317,12 +317,10 @@ def test_fakes_give_shapes() -> None:
     with FakeTensorMode():
         q, k = torch.empty(2, 5, 6, 64, dtype=BF16), torch.empty(2, 9, 3, 64, dtype=BF16)
         ops = torch.ops.astrai_attention
-        assert ops.attn_prefill(q, k, k, None, True, None).shape == q.shape
-        out, lse = ops.attn_prefill_lse(q.mT.contiguous().mT, k, k, None, False, 0.5)
+        out, lse = ops.attn_prefill(q.mT.contiguous().mT, k, k, None, False, 0.5)
         assert out.shape == q.shape and out.is_contiguous() and out.dtype == BF16
         assert lse.shape == (2, 6, 5) and lse.dtype == torch.float32
-        assert ops.attn_prefill_out(q, k, k, None, True, None, q.clone()) is None
-        assert ops.attn_prefill_lse_out(q, k, k, None, True, None, q.clone()).shape == (2, 6, 5)
+        assert ops.attn_prefill_out(q, k, k, None, True, None, q.clone(), None) is None
         with pytest.raises(TypeError, match="k: expected dtype bfloat16"):
             ops.attn_prefill(q, k.float(), k, None, True, None)
         with pytest.raises(ValueError, match=r"q: expected shape \[batch, q_len, q_heads"):
@@ -331,8 +329,8 @@ def test_fakes_give_shapes() -> None:
             ops.attn_prefill(q, k, k[..., :32], None, True, None)
         pool, table = torch.empty(7, 16, 3, 64, dtype=BF16), torch.empty(2, 4, dtype=torch.int32)
         rest = (pool, pool, table, *[table[0]] * 4, 16, True, None)
-        assert ops.attn_paged_prefill(q[0], *rest).shape == (5, 6, 64)
-        assert ops.attn_paged_prefill_lse(q[0], *rest)[1].shape == (6, 5)
+        out, lse = ops.attn_paged_prefill(q[0], *rest)
+        assert out.shape == (5, 6, 64) and lse.shape == (6, 5)
         with pytest.raises(ValueError, match=r"q: expected shape \[total_q, q_heads, head_dim\]"):
             ops.attn_paged_prefill(q, *rest)
 

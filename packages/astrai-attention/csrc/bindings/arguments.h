@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 
 #include "astrai/host/torch_exchange.h"
@@ -82,6 +83,31 @@ inline std::optional<TensorView> check_out(py::handle object, const TensorView& 
     out->expect_size(i, like.size(i), concat("that of ", like.name()).c_str());
   out->expect_aligned_rows().expect_distinct_elements();
   return out;
+}
+
+// An `lse` that is given: a row of numbers of the queries for each head.
+inline std::optional<TensorView> check_lse(py::handle object, std::initializer_list<int64_t> shape,
+                                           const char* layout) {
+  if (object.is_none()) return std::nullopt;
+  std::optional<TensorView> lse(TorchExchange::get().view("lse", object));
+  const int rank = static_cast<int>(shape.size());
+  lse->expect_dtype(DType::kFloat32).expect_rank(rank, rank, layout);
+  for (int i = 0; i < rank; ++i) lse->expect_size(i, shape.begin()[i], layout);
+  lse->expect_contiguous();
+  return lse;
+}
+
+// What an op writes has memory of its own, apart from what it reads. Null stands for an argument that is
+// not given.
+inline void expect_apart(std::initializer_list<const TensorView*> written,
+                         std::initializer_list<const TensorView*> read) {
+  for (auto x = written.begin(); x != written.end(); ++x) {
+    if (*x == nullptr) continue;
+    for (const TensorView* input : read)
+      if (input != nullptr) (*x)->expect_disjoint(*input);
+    for (auto other = written.begin(); other != x; ++other)
+      if (*other != nullptr) (*x)->expect_disjoint(**other);
+  }
 }
 
 // `result`, or it and `lse`.

@@ -62,19 +62,40 @@ attention::DecodeMask mask_of(const TensorView& mask, int64_t batch, int64_t len
   return {mask.data<uint8_t>(), mask.stride(0), mask.stride(-1)};
 }
 
-// What both ops do once the operands are checked; `out` is the view of `out_`, if that is given.
+// What an op writes into, given or to be allocated.
+struct Results {
+  Results(py::handle out_, py::handle lse_, py::handle workspace_, bool with_lse,
+          const TensorView& q, const Queries& shape)
+      : out_(out_),
+        lse_(lse_),
+        with_lse(with_lse || !lse_.is_none()),
+        out(attention::check_out(out_, q)),
+        lse(attention::check_lse(lse_, {shape.batch, shape.heads, 1}, "[batch, q_heads, 1]")) {
+    if (workspace_.is_none()) return;
+    workspace.emplace(TorchExchange::get().view("workspace", workspace_));
+    workspace->expect_dtype(DType::kUInt8)
+        .expect_rank(1, 1, "[bytes]")
+        .expect_contiguous()
+        .expect_aligned_rows();
+  }
+
+  py::handle out_, lse_;
+  bool with_lse;
+  std::optional<TensorView> out, lse, workspace;
+};
+
+// What both ops do once the operands are checked.
 template <class Params>
 py::object run(Params& params, py::handle q_, const TensorView& q, const Queries& shape,
-               int64_t kv_heads, int64_t max_length, bool with_lse, py::handle out_,
-               std::optional<TensorView> out) {
+               int64_t kv_heads, int64_t max_length, const Results& given) {
   const TorchExchange& torch = TorchExchange::get();
   const py::object result =
-      out ? py::reinterpret_borrow<py::object>(out_)
-          : torch.new_empty(q_, {shape.batch, 1, shape.heads, shape.head_dim});
-  const py::object lse =
-      with_lse ? torch.new_empty_fp32(q_, {shape.batch, shape.heads, 1}) : py::object(py::none());
+      given.out ? py::reinterpret_borrow<py::object>(given.out_)
+                : torch.new_empty(q_, {shape.batch, 1, shape.heads, shape.head_dim});
+  py::object lse = py::reinterpret_borrow<py::object>(given.lse_);
+  if (given.with_lse && !given.lse) lse = torch.new_empty_fp32(q_, {shape.batch, shape.heads, 1});
   if (q.numel() == 0) return attention::answer(result, lse);
-  if (!out) out.emplace(torch.view("out", result));
+  const TensorView out = given.out ? *given.out : torch.view("out", result);
 
   const int device = q.device_index();
   const attention::DecodeProblem problem{shape.batch, shape.heads, kv_heads, shape.head_dim,
@@ -82,26 +103,35 @@ py::object run(Params& params, py::handle q_, const TensorView& q, const Queries
   const attention::DecodePlan plan =
       attention::plan_decode(problem, attention::device_info(device));
   params.q = q.data<Bf16>();
-  params.out = out->template data<Bf16>();
-  if (with_lse) params.lse = torch.view("lse", lse).data<float>();
+  params.out = out.data<Bf16>();
+  if (given.with_lse)
+    params.lse = (given.lse ? *given.lse : torch.view("lse", lse)).template data<float>();
   params.q_stride = {q.stride(0), q.stride(2)};
-  params.out_stride = {out->stride(0), out->stride(2)};
+  params.out_stride = {out.stride(0), out.stride(2)};
   py::object workspace;
   void* memory = nullptr;
-  if (plan.workspace_bytes > 0) {
+  if (given.workspace) {
+    if (given.workspace->numel() < plan.workspace_bytes)
+      throw ValueError(concat("workspace: expected at least ", plan.workspace_bytes,
+                              " bytes (see decode_workspace_size), got ",
+                              given.workspace->numel()));
+    memory = given.workspace->template data<void>();
+  } else if (plan.workspace_bytes > 0) {
     workspace = torch.new_empty_fp32(q_, {plan.workspace_bytes / 4});
-    memory = torch.view("workspace", workspace).data<void>();
+    memory = torch.view("workspace", workspace).template data<void>();
   }
   attention::set_plan(params, problem, plan, memory);
   astrai::DeviceGuard guard(device);
   attention::launch_decode(params, plan, static_cast<int>(shape.head_dim), device,
                            torch.current_stream(q.device()));
-  if (!out_.is_none()) torch.mark_written(out_);
+  if (given.out) torch.mark_written(given.out_);
+  if (given.lse) torch.mark_written(given.lse_);
   return attention::answer(result, lse);
 }
 
 py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle mask_,
-                       py::handle scale, py::handle return_lse, py::handle out_) {
+                       py::handle scale, py::handle return_lse, py::handle out_, py::handle lse_,
+                       py::handle workspace_) {
   const TorchExchange& torch = TorchExchange::get();
   const bool with_lse = attention::as_bool("return_lse", return_lse);
   const TensorView q = torch.view("q", q_);
@@ -118,22 +148,22 @@ py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle m
     params.mask = mask_of(*mask, shape.batch, k.size(1));
   }
   params.scale_log2 = attention::scale_log2(scale, shape.head_dim);
-  const std::optional<TensorView> out = attention::check_out(out_, q);
-  if (out) {
-    out->expect_disjoint(q).expect_disjoint(k).expect_disjoint(v);
-    if (mask) out->expect_disjoint(*mask);
-  }
-  torch.refuse_grad("attn_decode", {{"q", q_}, {"k", k_}, {"v", v_}, {"out", out_}});
-  astrai::expect_one_gpu(q, {&k, &v, astrai::address(mask), astrai::address(out)});
+  const Results given(out_, lse_, workspace_, with_lse, q, shape);
+  const TensorView* const out = astrai::address(given.out);
+  const TensorView* const lse = astrai::address(given.lse);
+  const TensorView* const workspace = astrai::address(given.workspace);
+  attention::expect_apart({out, lse, workspace}, {&q, &k, &v, astrai::address(mask)});
+  torch.refuse_grad("attn_decode", {{"q", q_}, {"k", k_}, {"v", v_}, {"out", out_}, {"lse", lse_}});
+  astrai::expect_one_gpu(q, {&k, &v, astrai::address(mask), out, lse, workspace});
   params.kv = {k.data<Bf16>(), v.data<Bf16>(), k.stride(0),
                k.stride(1),    k.stride(2),    static_cast<int>(k.size(1))};
-  return run(params, q_, q, shape, k.size(2), k.size(1), with_lse, out_, out);
+  return run(params, q_, q, shape, k.size(2), k.size(1), given);
 }
 
 py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::handle table_,
                              py::handle lengths_, py::handle page_size_, py::handle new_k_,
                              py::handle new_v_, py::handle scale, py::handle return_lse,
-                             py::handle out_) {
+                             py::handle out_, py::handle lse_, py::handle workspace_) {
   const TorchExchange& torch = TorchExchange::get();
   const bool with_lse = attention::as_bool("return_lse", return_lse);
   const int64_t page_size = attention::as_page_size(page_size_);
@@ -161,9 +191,10 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
   std::optional<TensorView> new_k, new_v;
   attention::DecodeParams<attention::PagedKv> params{};
   params.scale_log2 = attention::scale_log2(scale, shape.head_dim);
-  const std::optional<TensorView> out = attention::check_out(out_, q);
-  if (out)
-    for (const TensorView* input : {&q, &k, &v, &table, &lengths}) out->expect_disjoint(*input);
+  const Results given(out_, lse_, workspace_, with_lse, q, shape);
+  const TensorView* const out = astrai::address(given.out);
+  const TensorView* const lse = astrai::address(given.lse);
+  const TensorView* const workspace = astrai::address(given.workspace);
   if (!new_k_.is_none()) {
     new_k.emplace(torch.view("new_k", new_k_));
     new_v.emplace(torch.view("new_v", new_v_));
@@ -177,7 +208,6 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
           .expect_aligned_rows()
           .expect_disjoint(k)
           .expect_disjoint(v);
-      if (out) out->expect_disjoint(*fresh);
     }
     // The pools are written then.
     k.expect_distinct_elements().expect_disjoint(v);
@@ -185,14 +215,17 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
     for (const TensorView* pool : {&k, &v})
       for (const TensorView* input : {&q, &table, &lengths}) pool->expect_disjoint(*input);
   }
+  attention::expect_apart({out, lse, workspace}, {&q, &k, &v, &table, &lengths,
+                                                  astrai::address(new_k), astrai::address(new_v)});
   torch.refuse_grad("attn_paged_decode", {{"q", q_},
                                           {"k_pool", k_},
                                           {"v_pool", v_},
                                           {"new_k", new_k_},
                                           {"new_v", new_v_},
-                                          {"out", out_}});
+                                          {"out", out_},
+                                          {"lse", lse_}});
   astrai::expect_one_gpu(q, {&k, &v, &table, &lengths, astrai::address(new_k),
-                             astrai::address(new_v), astrai::address(out)});
+                             astrai::address(new_v), out, lse, workspace});
   if (new_k)
     params.fresh = {new_k->data<Bf16>(),
                     new_v->data<Bf16>(),
@@ -203,8 +236,7 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
   params.kv = {k.data<Bf16>(),   v.data<Bf16>(),    k.stride(0),     k.stride(1),
                k.stride(2),      table.data<int>(), table.stride(0), lengths.data<int>(),
                /*ragged=*/false, page_shift};
-  py::object made =
-      run(params, q_, q, shape, kv_heads, table.size(1) * page_size, with_lse, out_, out);
+  py::object made = run(params, q_, q, shape, kv_heads, table.size(1) * page_size, given);
   if (new_k) {
     torch.mark_written(k_);
     torch.mark_written(v_);
@@ -235,8 +267,10 @@ void bind_decode(py::module_& m) {
   m.def("plan_decode", &plan_decode, py::kw_only(), py::arg("batch"), py::arg("q_heads"),
         py::arg("kv_heads"), py::arg("head_dim"), py::arg("max_length"), py::arg("device"));
   m.def("attn_decode", &attn_decode, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask"),
-        py::arg("scale"), py::arg("return_lse"), py::arg("out"));
+        py::arg("scale"), py::arg("return_lse"), py::arg("out"), py::arg("lse"),
+        py::arg("workspace"));
   m.def("attn_paged_decode", &attn_paged_decode, py::arg("q"), py::arg("k_pool"), py::arg("v_pool"),
         py::arg("page_table"), py::arg("seq_lens"), py::arg("page_size"), py::arg("new_k"),
-        py::arg("new_v"), py::arg("scale"), py::arg("return_lse"), py::arg("out"));
+        py::arg("new_v"), py::arg("scale"), py::arg("return_lse"), py::arg("out"), py::arg("lse"),
+        py::arg("workspace"));
 }

@@ -70,10 +70,10 @@ void set_common(Params& params, const TensorView& q, const TensorView& out, floa
 
 py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle mask_,
                         py::handle is_causal_, py::handle scale_, py::handle return_lse_,
-                        py::handle out_) {
+                        py::handle out_, py::handle lse_) {
   const TorchExchange& torch = TorchExchange::get();
   const bool causal = attention::as_bool("is_causal", is_causal_);
-  const bool with_lse = attention::as_bool("return_lse", return_lse_);
+  const bool with_lse = attention::as_bool("return_lse", return_lse_) || !lse_.is_none();
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k", k_);
   const TensorView v = torch.view("v", v_);
@@ -96,20 +96,23 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
   if (!mask_.is_none()) check_mask(mask.emplace(torch.view("mask", mask_)), q, k);
   const float scale = attention::scale_log2(scale_, q.size(3));
   std::optional<TensorView> out = attention::check_out(out_, q);
-  if (out) {
-    out->expect_disjoint(q).expect_disjoint(k).expect_disjoint(v);
-    if (mask) out->expect_disjoint(*mask);
-  }
-  torch.refuse_grad("attn_prefill", {{"q", q_}, {"k", k_}, {"v", v_}, {"out", out_}});
-  astrai::expect_one_gpu(q, {&k, &v, astrai::address(mask), astrai::address(out)});
+  std::optional<TensorView> lse =
+      attention::check_lse(lse_, {q.size(0), q.size(2), q.size(1)}, "[batch, q_heads, q_len]");
+  attention::expect_apart({astrai::address(out), astrai::address(lse)},
+                          {&q, &k, &v, astrai::address(mask)});
+  torch.refuse_grad("attn_prefill",
+                    {{"q", q_}, {"k", k_}, {"v", v_}, {"out", out_}, {"lse", lse_}});
+  astrai::expect_one_gpu(
+      q, {&k, &v, astrai::address(mask), astrai::address(out), astrai::address(lse)});
 
   const int64_t batch = q.size(0), q_len = q.size(1), heads = q.size(2), kv_len = k.size(1);
   const py::object result = out ? py::reinterpret_borrow<py::object>(out_)
                                 : torch.new_empty(q_, {batch, q_len, heads, q.size(3)});
-  const py::object lse =
-      with_lse ? torch.new_empty_fp32(q_, {batch, heads, q_len}) : py::object(py::none());
-  if (q.numel() == 0) return attention::answer(result, lse);
+  py::object lse_result = py::reinterpret_borrow<py::object>(lse_);
+  if (with_lse && !lse) lse_result = torch.new_empty_fp32(q_, {batch, heads, q_len});
+  if (q.numel() == 0) return attention::answer(result, lse_result);
   if (!out) out.emplace(torch.view("out", result));
+  if (with_lse && !lse) lse.emplace(torch.view("lse", lse_result));
 
   // Without keys there is nothing to mask, and perhaps no memory.
   const bool masked = mask && mask->numel() > 0;
@@ -119,7 +122,7 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
                               attention::device_info(device));
   attention::DensePrefillParams params{};
   set_common(params, q, *out, scale, plan, heads / k.size(2), causal);
-  if (with_lse) params.lse = torch.view("lse", lse).data<float>();
+  if (lse) params.lse = lse->data<float>();
   params.lse_batch = heads * q_len;
   params.lse_head = q_len;
   const int groups = static_cast<int>(heads >> plan.heads_shift);
@@ -133,17 +136,18 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
   attention::launch_prefill(params, plan, static_cast<int>(q.size(3)), device,
                             torch.current_stream(q.device()));
   if (!out_.is_none()) torch.mark_written(out_);
-  return attention::answer(result, lse);
+  if (!lse_.is_none()) torch.mark_written(lse_);
+  return attention::answer(result, lse_result);
 }
 
 py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_pool_,
                               py::handle page_table_, py::handle qo_indptr_, py::handle kv_indptr_,
                               py::handle q_tile_to_batch_, py::handle q_tile_to_index_,
                               py::handle page_size_, py::handle is_causal_, py::handle scale_,
-                              py::handle return_lse_, py::handle out_) {
+                              py::handle return_lse_, py::handle out_, py::handle lse_) {
   const TorchExchange& torch = TorchExchange::get();
   const bool causal = attention::as_bool("is_causal", is_causal_);
-  const bool with_lse = attention::as_bool("return_lse", return_lse_);
+  const bool with_lse = attention::as_bool("return_lse", return_lse_) || !lse_.is_none();
   const int64_t page_size = attention::as_page_size(page_size_);
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k_pool", k_pool_);
@@ -182,22 +186,24 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
   to_index.expect_size(0, to_batch.size(0), "tiles of q_tile_to_batch");
   const float scale = attention::scale_log2(scale_, q.size(2));
   std::optional<TensorView> out = attention::check_out(out_, q);
-  if (out)
-    for (const TensorView* input :
-         {&q, &k, &v, &page_table, &qo_indptr, &kv_indptr, &to_batch, &to_index})
-      out->expect_disjoint(*input);
-  torch.refuse_grad("attn_paged_prefill",
-                    {{"q", q_}, {"k_pool", k_pool_}, {"v_pool", v_pool_}, {"out", out_}});
-  astrai::expect_one_gpu(
-      q, {&k, &v, &page_table, &qo_indptr, &kv_indptr, &to_batch, &to_index, astrai::address(out)});
+  std::optional<TensorView> lse =
+      attention::check_lse(lse_, {q.size(1), q.size(0)}, "[q_heads, total_q]");
+  attention::expect_apart({astrai::address(out), astrai::address(lse)},
+                          {&q, &k, &v, &page_table, &qo_indptr, &kv_indptr, &to_batch, &to_index});
+  torch.refuse_grad(
+      "attn_paged_prefill",
+      {{"q", q_}, {"k_pool", k_pool_}, {"v_pool", v_pool_}, {"out", out_}, {"lse", lse_}});
+  astrai::expect_one_gpu(q, {&k, &v, &page_table, &qo_indptr, &kv_indptr, &to_batch, &to_index,
+                             astrai::address(out), astrai::address(lse)});
 
   const int64_t total = q.size(0), heads = q.size(1);
   const py::object result = out ? py::reinterpret_borrow<py::object>(out_)
                                 : torch.new_empty(q_, {total, heads, q.size(2)});
-  const py::object lse =
-      with_lse ? torch.new_empty_fp32(q_, {heads, total}) : py::object(py::none());
-  if (q.numel() == 0) return attention::answer(result, lse);
+  py::object lse_result = py::reinterpret_borrow<py::object>(lse_);
+  if (with_lse && !lse) lse_result = torch.new_empty_fp32(q_, {heads, total});
+  if (q.numel() == 0) return attention::answer(result, lse_result);
   if (!out) out.emplace(torch.view("out", result));
+  if (with_lse && !lse) lse.emplace(torch.view("lse", lse_result));
 
   const int device = q.device_index();
   const attention::PrefillPlan plan =
@@ -205,7 +211,7 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
                               attention::device_info(device));
   attention::PackedPrefillParams params{};
   set_common(params, q, *out, scale, plan, heads / k.size(2), causal);
-  if (with_lse) params.lse = torch.view("lse", lse).data<float>();
+  if (lse) params.lse = lse->data<float>();
   params.lse_head = total;
   params.schedule = {qo_indptr.data<int>(),
                      to_batch.data<int>(),
@@ -229,7 +235,8 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
   attention::launch_prefill(params, plan, static_cast<int>(q.size(2)), device,
                             torch.current_stream(q.device()));
   if (!out_.is_none()) torch.mark_written(out_);
-  return attention::answer(result, lse);
+  if (!lse_.is_none()) torch.mark_written(lse_);
+  return attention::answer(result, lse_result);
 }
 
 py::dict plan_prefill(int64_t batch, int64_t q_len, int64_t kv_len, int64_t q_tiles,
@@ -277,9 +284,11 @@ void bind_prefill(py::module_& m) {
         py::arg("head_dim"), py::arg("masked"), py::arg("device"));
   m.def("q_tile_schedule", &q_tile_schedule, py::arg("q_lens"), py::arg("tile_rows"));
   m.def("attn_prefill", &attn_prefill, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask"),
-        py::arg("is_causal"), py::arg("scale"), py::arg("return_lse"), py::arg("out"));
+        py::arg("is_causal"), py::arg("scale"), py::arg("return_lse"), py::arg("out"),
+        py::arg("lse"));
   m.def("attn_paged_prefill", &attn_paged_prefill, py::arg("q"), py::arg("k_pool"),
         py::arg("v_pool"), py::arg("page_table"), py::arg("qo_indptr"), py::arg("kv_indptr"),
         py::arg("q_tile_to_batch"), py::arg("q_tile_to_index"), py::arg("page_size"),
-        py::arg("is_causal"), py::arg("scale"), py::arg("return_lse"), py::arg("out"));
+        py::arg("is_causal"), py::arg("scale"), py::arg("return_lse"), py::arg("out"),
+        py::arg("lse"));
 }

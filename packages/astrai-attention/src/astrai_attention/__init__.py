@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .decode import attn_decode, attn_paged_decode
+    from .decode import attn_decode, attn_paged_decode, decode_workspace_size
     from .prefill import Q_TILE_ROWS, attn_paged_prefill, attn_prefill, q_tile_schedule
     from .rotary import rotary_emb
 
@@ -21,6 +21,7 @@ __all__ = [
     "attn_paged_decode",
     "attn_paged_prefill",
     "attn_prefill",
+    "decode_workspace_size",
     "q_tile_schedule",
     "rotary_emb",
 ]
@@ -31,6 +32,7 @@ _MODULES = {
     "attn_paged_decode": "decode",
     "attn_paged_prefill": "prefill",
     "attn_prefill": "prefill",
+    "decode_workspace_size": "decode",
     "q_tile_schedule": "prefill",
     "rotary_emb": "rotary",
 }

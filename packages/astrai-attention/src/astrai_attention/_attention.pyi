@@ -1,5 +1,4 @@
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -48,7 +47,9 @@ def attn_decode(
     scale: float | None,
     return_lse: bool,
     out: Tensor | None,
-) -> Any: ...
+    lse: Tensor | None,
+    workspace: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attn_paged_decode(
     q: Tensor,
     k_pool: Tensor,
@@ -61,7 +62,9 @@ def attn_paged_decode(
     scale: float | None,
     return_lse: bool,
     out: Tensor | None,
-) -> Any: ...
+    lse: Tensor | None,
+    workspace: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def plan_prefill(
     *,
     batch: int,
@@ -86,6 +89,7 @@ def attn_prefill(
     scale: float | None,
     return_lse: bool,
     out: Tensor | None,
+    lse: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attn_paged_prefill(
     q: Tensor,
@@ -101,4 +105,5 @@ def attn_paged_prefill(
     scale: float | None,
     return_lse: bool,
     out: Tensor | None,
+    lse: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...

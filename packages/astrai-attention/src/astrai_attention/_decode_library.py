@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention as torch operators, for torch.compile only; see `_library`.
-
-Each returns the log-sum-exp whether it is asked for or not: a float of each query head costs
-nothing, and there is one operator for both.
-"""
+"""Decode attention as torch operators, for torch.compile only; see `_library`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._library import refuse_grad, register
-from ._native import native
-
-Result = Tensor | tuple[Tensor, Tensor]
+from ._library import Results, call_attention, register_attention, run_native
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, k_name: str, v_name: str) -> tuple[Tensor, Tensor]:
@@ -53,75 +46,41 @@ def _fake_paged(q: Tensor, k_pool: Tensor, v_pool: Tensor, *_: Any) -> tuple[Ten
     return _fake(q, k_pool, v_pool, "k_pool", "v_pool")
 
 
-def _register_pair(
-    name: str,
-    arguments: str,
-    run: Callable[..., tuple[Tensor, Tensor]],
-    fake: Callable[..., tuple[Tensor, Tensor]],
-) -> None:
-    """An operator that returns a new output, and one that writes into its last argument."""
-    register(
-        f"{name}({arguments}) -> (Tensor, Tensor)",
-        lambda *args: run(*args, None),
-        fake,
-        torch.Tag.needs_exact_strides,
-    )
-    register(
-        f"{name}_out({arguments}, Tensor(z!) out) -> Tensor",
-        lambda *args: run(*args)[1],
-        lambda *args: fake(*args)[1],
-        torch.Tag.needs_exact_strides,
-    )
-
-
-# V has the strides of K, and rows start on 16 bytes: the order of the strides is not enough.
-_register_pair(
+# The operators of decode write into a workspace too.
+register_attention(
     "attn_decode",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, float? scale",
-    lambda q, k, v, mask, scale, out: native.attn_decode(q, k, v, mask, scale, True, out),
+    partial(run_native, "attn_decode"),
     _fake_decode,
+    ("workspace",),
 )
-_register_pair(
+register_attention(
     "attn_paged_decode",
     "Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor seq_lens, int page_size, "
     "float? scale",
-    lambda q, k, v, table, lengths, size, scale, out: native.attn_paged_decode(
-        q, k, v, table, lengths, size, None, None, scale, True, out
-    ),
+    lambda *a: run_native("attn_paged_decode", *a[:6], None, None, *a[6:]),
     _fake_paged,
+    ("workspace",),
 )
-_register_pair(
+register_attention(
     "attn_paged_decode_append",
-    "Tensor q, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor page_table, Tensor seq_lens, "
+    "Tensor q, Tensor(k!) k_pool, Tensor(v!) v_pool, Tensor page_table, Tensor seq_lens, "
     "int page_size, Tensor new_k, Tensor new_v, float? scale",
-    lambda q, k, v, table, lengths, size, new_k, new_v, scale, out: native.attn_paged_decode(
-        q, k, v, table, lengths, size, new_k, new_v, scale, True, out
-    ),
+    partial(run_native, "attn_paged_decode"),
     _fake_paged,
+    ("workspace",),
 )
 
 
-def _call(op: str, arguments: tuple[Any, ...], return_lse: bool, out: Tensor | None) -> Result:
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
-    if out is None:
-        out, lse = getattr(torch.ops.astrai_attention, op)(*arguments)
-    else:
-        lse = getattr(torch.ops.astrai_attention, f"{op}_out")(*arguments, out)
-    return (out, lse) if return_lse else out
+def _call(name: str, arguments: tuple[Any, ...], *results: Any) -> Results:
+    q = arguments[0]
+    return call_attention(name, arguments, (q.shape[0], q.shape[2], 1), *results)
 
 
 def attn_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    return_lse: bool,
-    out: Tensor | None,
-) -> Result:
-    refuse_grad(q, k, v, out)
-    return _call("attn_decode", (q, k, v, mask, scale), return_lse, out)
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, *results: Any
+) -> Results:
+    return _call("attn_decode", (q, k, v, mask, scale), *results)
 
 
 def attn_paged_decode(
@@ -134,13 +93,11 @@ def attn_paged_decode(
     new_k: Tensor | None,
     new_v: Tensor | None,
     scale: float | None,
-    return_lse: bool,
-    out: Tensor | None,
-) -> Result:
-    refuse_grad(q, k_pool, v_pool, new_k, new_v, out)
+    *results: Any,
+) -> Results:
     if (new_k is None) != (new_v is None):
         raise ValueError("new_k, new_v: expected both or neither")
     cache = (q, k_pool, v_pool, page_table, seq_lens, page_size)
     if new_k is None:
-        return _call("attn_paged_decode", (*cache, scale), return_lse, out)
-    return _call("attn_paged_decode_append", (*cache, new_k, new_v, scale), return_lse, out)
+        return _call("attn_paged_decode", (*cache, scale), *results)
+    return _call("attn_paged_decode_append", (*cache, new_k, new_v, scale), *results)

@@ -8,6 +8,7 @@ functions come here only while torch.compile traces them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,81 @@ def rotary_emb(
     return out
 
 
-# --- prefill --------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
+
+Results = Tensor | tuple[Tensor, Tensor]
+
+
+def run_native(name: str, *operands: Any) -> Any:
+    # Looked up at the call: without a compiled module, importing this must not fail.
+    return getattr(native, name)(*operands)
+
+
+def register_attention(
+    name: str,
+    arguments: str,
+    run: Callable[..., Any],
+    fake: Callable[..., tuple[Tensor, Tensor]],
+    scratch: Sequence[str] = (),
+) -> None:
+    """Two operators: `name`, which returns an output and log-sum-exps, and `name`_out.
+
+    The latter writes into what it is given, of which `lse` and `scratch` may be None.
+
+    Args:
+        name: of the operators.
+        arguments: the part of the schema that both have.
+        run: takes those, ``return_lse``, ``out``, ``lse`` and `scratch`.
+        fake: takes those.
+        scratch: names of further tensors that are written.
+    """
+    # V has the strides of K, and rows start on 16 bytes: the order of the strides is not enough.
+    layout = torch.Tag.needs_exact_strides
+    nothing = (None,) * len(scratch)
+
+    def run_out(*operands: Any) -> None:
+        first = len(operands) - 2 - len(scratch)
+        run(*operands[:first], operands[first + 1] is not None, *operands[first:])
+
+    register(
+        f"{name}({arguments}) -> (Tensor, Tensor)",
+        lambda *a: run(*a, True, None, None, *nothing),
+        fake,
+        layout,
+    )
+    written = "".join(f", Tensor({x}!)? {x}" for x in ("lse", *scratch))
+    register(
+        f"{name}_out({arguments}, Tensor(out!) out{written}) -> ()",
+        run_out,
+        lambda *a: (fake(*a[: -2 - len(scratch)]), None)[1],
+        layout,
+    )
+
+
+def call_attention(
+    name: str,
+    arguments: Sequence[Any],
+    lse_shape: Sequence[int],
+    return_lse: bool,
+    out: Tensor | None,
+    lse: Tensor | None,
+    *scratch: Tensor | None,
+) -> Results:
+    """The operators of `register_attention`, with what is not given allocated."""
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse: expected a bool, got {type(return_lse).__name__}")
+    refuse_grad(*(x for x in arguments if isinstance(x, Tensor)), out, lse)
+    ops = torch.ops.astrai_attention
+    with_lse = return_lse or lse is not None
+    if all(x is None for x in (out, lse, *scratch)):
+        made: tuple[Tensor, Tensor] = getattr(ops, name)(*arguments)
+        return made if with_lse else made[0]
+    q: Tensor = arguments[0]
+    out = q.new_empty(q.shape) if out is None else out
+    if with_lse and lse is None:
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+    getattr(ops, f"{name}_out")(*arguments, out, lse, *scratch)
+    return out if lse is None else (out, lse)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str], layout: str) -> None:
@@ -131,104 +206,46 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str], layout: 
             )
 
 
-def _fake_prefill(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _prefill_lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def _fake_prefill(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     _check_heads(q, k, v, ("q", "k", "v"), "[batch, q_len, q_heads, head_dim]")
-    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(_prefill_lse_shape(q), dtype=torch.float32)
 
 
 def _fake_paged_prefill(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    page_table: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    q_tile_to_batch: Tensor,
-    q_tile_to_index: Tensor,
-    page_size: int,
-    is_causal: bool,
-    scale: float | None,
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
     names = ("q", "k_pool", "v_pool")
     _check_heads(q, k_pool, v_pool, names, "[total_q, q_heads, head_dim]")
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(_prefill_lse_shape(q), dtype=torch.float32)
 
 
-def _register_attention(
-    name: str, arguments: str, fake: Callable[..., tuple[Tensor, Tensor]]
-) -> None:
-    """Four operators: with and without `lse`, allocating and writing into `out`."""
-
-    def run(*operands: Any) -> Any:
-        # Looked up at the call: without a compiled module, importing this must not fail.
-        return getattr(native, name)(*operands)
-
-    into = f"{arguments}, Tensor(a!) out"
-    # V has the strides of K, and rows start on 16 bytes: the order of the strides is not enough.
-    layout = torch.Tag.needs_exact_strides
-    register(
-        f"{name}({arguments}) -> Tensor",
-        lambda *a: run(*a, False, None),
-        lambda *a: fake(*a)[0],
-        layout,
-    )
-    register(
-        f"{name}_lse({arguments}) -> (Tensor, Tensor)",
-        lambda *a: run(*a, True, None),
-        fake,
-        layout,
-    )
-    register(
-        f"{name}_out({into}) -> ()",
-        lambda *a: (run(*a[:-1], False, a[-1]), None)[1],
-        lambda *a: (fake(*a[:-1]), None)[1],
-        layout,
-    )
-    register(
-        f"{name}_lse_out({into}) -> Tensor",
-        lambda *a: run(*a[:-1], True, a[-1])[1],
-        lambda *a: fake(*a[:-1])[1],
-        layout,
-    )
-
-
-def _attention(
-    name: str, tensors: Sequence[Tensor], arguments: Sequence[Any], lse: bool, out: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    refuse_grad(*tensors, out)
-    ops = torch.ops.astrai_attention
-    if out is None:
-        result: Tensor | tuple[Tensor, Tensor]
-        result = getattr(ops, f"{name}_lse" if lse else name)(*arguments)
-        return result
-    if lse:
-        return out, getattr(ops, f"{name}_lse_out")(*arguments, out)
-    getattr(ops, f"{name}_out")(*arguments, out)
-    return out
-
-
-_register_attention(
+register_attention(
     "attn_prefill",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale",
+    partial(run_native, "attn_prefill"),
     _fake_prefill,
 )
-_register_attention(
+register_attention(
     "attn_paged_prefill",
     "Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor qo_indptr, "
     "Tensor kv_indptr, Tensor q_tile_to_batch, Tensor q_tile_to_index, int page_size, "
     "bool is_causal, float? scale",
+    partial(run_native, "attn_paged_prefill"),
     _fake_paged_prefill,
 )
 
 
-def attn_prefill(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    *rest, lse, out = arguments
-    return _attention("attn_prefill", rest[:3], rest, lse, out)
+def attn_prefill(*arguments: Any) -> Results:
+    *rest, return_lse, out, lse = arguments
+    shape = _prefill_lse_shape(rest[0])
+    return call_attention("attn_prefill", rest, shape, return_lse, out, lse)
 
 
-def attn_paged_prefill(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-    *rest, lse, out = arguments
-    return _attention("attn_paged_prefill", rest[:3], rest, lse, out)
+def attn_paged_prefill(*arguments: Any) -> Results:
+    *rest, return_lse, out, lse = arguments
+    shape = _prefill_lse_shape(rest[0])
+    return call_attention("attn_paged_prefill", rest, shape, return_lse, out, lse)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,10 @@ from torch import Tensor
 from . import _decode_library
 from ._native import native
 
-__all__ = ["attn_decode", "attn_paged_decode"]
+if TYPE_CHECKING:
+    from ._attention import DeviceInfo
+
+__all__ = ["attn_decode", "attn_paged_decode", "decode_workspace_size"]
 
 
 @overload
@@ -25,6 +28,8 @@ def attn_decode(
     scale: float | None = ...,
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
+    lse: None = ...,
+    workspace: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def attn_decode(
@@ -37,6 +42,22 @@ def attn_decode(
     scale: float | None = ...,
     return_lse: Literal[True],
     out: Tensor | None = ...,
+    lse: Tensor | None = ...,
+    workspace: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = ...,
+    is_causal: bool = ...,
+    *,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    out: Tensor | None = ...,
+    lse: Tensor,
+    workspace: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def attn_decode(
     q: Tensor,
@@ -48,6 +69,8 @@ def attn_decode(
     scale: float | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale * q k^T) v`` for one token of each sequence, over contiguous K and V.
 
@@ -67,11 +90,16 @@ def attn_decode(
         is_causal: no effect: the one query is the newest token.
         scale: of the scores, positive; ``head_dim ** -0.5`` when None.
         return_lse: whether to return the natural logarithm of the sum of exponentials too.
-        out: of the shape of ``q``, bf16, rows on 16 bytes; it may share no memory with an input.
-            Allocated when None.
+        out: of the shape of ``q``, bf16, rows on 16 bytes. Allocated when None, as are the next
+            two; what is given may share no memory with an input or with one another.
+        lse: where to put the logarithms, which are then returned: fp32 ``[batch, q_heads, 1]``,
+            contiguous.
+        workspace: scratch memory, uint8 ``[bytes]`` on 16 bytes, at least `decode_workspace_size`
+            of them. Calls on one stream may share it. With ``out``, this and, if it is wanted,
+            ``lse``, the call allocates nothing.
 
     Returns:
-        ``out``, or ``(out, lse)`` with lse fp32 ``[batch, q_heads, 1]``.
+        ``out``; with ``return_lse`` or ``lse`` ``(out, lse)``.
 
     Raises:
         ValueError: a shape, a layout, an alignment or a device that the kernel does not take.
@@ -82,11 +110,8 @@ def attn_decode(
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal: expected a bool, got {type(is_causal).__name__}")
     if torch.compiler.is_compiling():
-        return _decode_library.attn_decode(q, k, v, mask, scale, return_lse, out)
-    result: Tensor | tuple[Tensor, Tensor] = native.attn_decode(
-        q, k, v, mask, scale, return_lse, out
-    )
-    return result
+        return _decode_library.attn_decode(q, k, v, mask, scale, return_lse, out, lse, workspace)
+    return native.attn_decode(q, k, v, mask, scale, return_lse, out, lse, workspace)
 
 
 @overload
@@ -103,6 +128,8 @@ def attn_paged_decode(
     scale: float | None = ...,
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
+    lse: None = ...,
+    workspace: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def attn_paged_decode(
@@ -118,6 +145,25 @@ def attn_paged_decode(
     scale: float | None = ...,
     return_lse: Literal[True],
     out: Tensor | None = ...,
+    lse: Tensor | None = ...,
+    workspace: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_paged_decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    page_size: int,
+    new_k: Tensor | None = ...,
+    new_v: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    out: Tensor | None = ...,
+    lse: Tensor,
+    workspace: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def attn_paged_decode(
     q: Tensor,
@@ -132,6 +178,8 @@ def attn_paged_decode(
     scale: float | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attn_decode` over K and V in pages, with the newest token's appended.
 
@@ -154,6 +202,8 @@ def attn_paged_decode(
         scale: as for `attn_decode`.
         return_lse: likewise.
         out: likewise.
+        lse: likewise.
+        workspace: likewise.
 
     Returns:
         As `attn_decode`.
@@ -161,11 +211,56 @@ def attn_paged_decode(
     Raises:
         ValueError, TypeError, RuntimeError: as `attn_decode`.
     """
-    if torch.compiler.is_compiling():
-        return _decode_library.attn_paged_decode(
-            q, k_pool, v_pool, page_table, seq_lens, page_size, new_k, new_v, scale, return_lse, out
-        )
-    result: Tensor | tuple[Tensor, Tensor] = native.attn_paged_decode(
-        q, k_pool, v_pool, page_table, seq_lens, page_size, new_k, new_v, scale, return_lse, out
+    compiling = torch.compiler.is_compiling()
+    run = _decode_library.attn_paged_decode if compiling else native.attn_paged_decode
+    return run(
+        q,
+        k_pool,
+        v_pool,
+        page_table,
+        seq_lens,
+        page_size,
+        new_k,
+        new_v,
+        scale,
+        return_lse,
+        out,
+        lse,
+        workspace,
     )
-    return result
+
+
+def decode_workspace_size(
+    *,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    max_length: int,
+    device: int | DeviceInfo,
+) -> int:
+    """The bytes of workspace that decode takes for a problem; 0 for many.
+
+    It depends on nothing else, in particular on no length, but is no bound for smaller problems.
+
+    Args:
+        batch: sequences, as the other sizes those of the call's tensors.
+        q_heads: query heads.
+        kv_heads: KV heads.
+        head_dim: elements of a head.
+        max_length: ``k.shape[1]``; over pages ``page_table.shape[1] * page_size``.
+        device: index of the GPU, such as ``q.get_device()``, or its description, which needs none.
+
+    Raises:
+        ValueError: a problem that decode does not take, or an index without a device.
+        RuntimeError: no compiled module, or no code for this GPU.
+    """
+    found = native.plan_decode(
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_length=max_length,
+        device=native.device_info(device) if isinstance(device, int) else device,
+    )
+    return int(found["workspace_bytes"])

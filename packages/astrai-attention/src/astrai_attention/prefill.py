@@ -29,6 +29,7 @@ def attn_prefill(
     scale: float | None = None,
     return_lse: Literal[False] = False,
     out: Tensor | None = None,
+    lse: None = None,
 ) -> Tensor: ...
 @overload
 def attn_prefill(
@@ -41,6 +42,20 @@ def attn_prefill(
     scale: float | None = None,
     return_lse: Literal[True],
     out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor]: ...
 def attn_prefill(
     q: Tensor,
@@ -52,6 +67,7 @@ def attn_prefill(
     scale: float | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale * q @ k.T) @ v`` for each head, by FlashAttention-2 (Dao, 2023).
 
@@ -75,10 +91,12 @@ def attn_prefill(
         return_lse: whether to return the logarithms of the softmax's denominators too.
         out: of the shape of ``q``, bf16, laid out as freely, in memory of its own. Allocated
             (contiguous) when None.
+        lse: where to put the natural logarithms, which are then returned: fp32
+            ``[batch, q_heads, q_len]``, contiguous, in memory of its own. With this, if it is
+            wanted, and ``out`` the call allocates nothing.
 
     Returns:
-        ``out``; with ``return_lse`` ``(out, lse)``, lse fp32 ``[batch, q_heads, q_len]``, natural
-        logarithms.
+        ``out``; with ``return_lse`` or ``lse`` ``(out, lse)``.
 
     Raises:
         ValueError: a shape, a layout, an alignment, a scale or a device that the kernel does not
@@ -88,8 +106,8 @@ def attn_prefill(
             grad is enabled, or an error of the CUDA runtime.
     """
     if torch.compiler.is_compiling():
-        return _library.attn_prefill(q, k, v, mask, is_causal, scale, return_lse, out)
-    return native.attn_prefill(q, k, v, mask, is_causal, scale, return_lse, out)
+        return _library.attn_prefill(q, k, v, mask, is_causal, scale, return_lse, out, lse)
+    return native.attn_prefill(q, k, v, mask, is_causal, scale, return_lse, out, lse)
 
 
 @overload
@@ -108,6 +126,7 @@ def attn_paged_prefill(
     scale: float | None = None,
     return_lse: Literal[False] = False,
     out: Tensor | None = None,
+    lse: None = None,
 ) -> Tensor: ...
 @overload
 def attn_paged_prefill(
@@ -125,6 +144,25 @@ def attn_paged_prefill(
     scale: float | None = None,
     return_lse: Literal[True],
     out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attn_paged_prefill(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    q_tile_to_batch: Tensor,
+    q_tile_to_index: Tensor,
+    *,
+    page_size: int,
+    is_causal: bool = True,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor]: ...
 def attn_paged_prefill(
     q: Tensor,
@@ -141,6 +179,7 @@ def attn_paged_prefill(
     scale: float | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attn_prefill` of a ragged batch over a paged cache.
 
@@ -168,10 +207,10 @@ def attn_paged_prefill(
         return_lse: whether to return the logarithms of the softmax's denominators too.
         out: of the shape of ``q``, bf16, laid out as freely, in memory of its own. Allocated
             (contiguous) when None.
+        lse: as that of `attn_prefill`, of shape ``[q_heads, total_q]``.
 
     Returns:
-        ``out``; with ``return_lse`` ``(out, lse)``, lse fp32 ``[q_heads, total_q]``, natural
-        logarithms.
+        ``out``; with ``return_lse`` or ``lse`` ``(out, lse)``.
 
     Raises:
         ValueError: a shape, a layout, an alignment, a scale or a device that the kernel does not
@@ -197,6 +236,7 @@ def attn_paged_prefill(
         scale,
         return_lse,
         out,
+        lse,
     )
 
 

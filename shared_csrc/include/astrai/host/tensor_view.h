@@ -16,13 +16,14 @@
 
 namespace astrai {
 
-enum class DType { kBFloat16, kFloat32, kInt32, kBool };
+enum class DType { kBFloat16, kFloat32, kInt32, kUInt8, kBool };
 
 inline DLDataType dl_dtype(DType dtype) {
   switch (dtype) {
     case DType::kBFloat16: return {kDLBfloat, 16, 1};
     case DType::kFloat32: return {kDLFloat, 32, 1};
     case DType::kInt32: return {kDLInt, 32, 1};
+    case DType::kUInt8: return {kDLUInt, 8, 1};
     default: return {kDLBool, 8, 1};
   }
 }
