@@ -201,6 +201,11 @@ class Problem:
         """Where all of it is."""
         return self.weights.embed.device
 
+    @property
+    def gpu(self) -> int:
+        """Index of its CUDA device, -1 on another device."""
+        return self.weights.embed.get_device() if self.weights.embed.is_cuda else -1
+
     @classmethod
     def parse(
         cls, weights: Mapping[str, Any], kv_cache: Any, cfg: Mapping[str, Any], max_seq_len: int

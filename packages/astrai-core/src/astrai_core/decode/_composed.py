@@ -36,7 +36,7 @@ _KERNELS = {
 def obstacle(problem: Problem) -> str | None:
     """Why the kernels cannot decode this, or None."""
     c, cache = problem.config, problem.cache
-    if problem.device.type != "cuda":
+    if problem.gpu < 0:
         return "the weights are not on a CUDA device"
     if c.dtype != torch.bfloat16:
         return f"{str(c.dtype).removeprefix('torch.')} weights: the kernels take bfloat16"
@@ -49,7 +49,7 @@ def obstacle(problem: Problem) -> str | None:
     reason = _obstacle_in_weights(problem) or _obstacle_in_cache(cache) or observer()
     if reason is not None:
         return reason
-    return next((why for op in _KERNELS if (why := _kernel(op, problem.device)[1])), None)
+    return next((why for op in _KERNELS if (why := _kernel(op, problem.gpu)[1])), None)
 
 
 def _obstacle_in_weights(problem: Problem) -> str | None:
@@ -86,9 +86,9 @@ def _obstacle_in_cache(cache: Cache) -> str | None:
     return None
 
 
-def _kernel(op: str, device: torch.device) -> tuple[Callable[..., Any] | None, str | None]:
+def _kernel(op: str, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
     spec = OpSpec("decode", _KERNELS[op], op, VARIABLES["decode"][0])
-    return kernel_for(spec, device.index)
+    return kernel_for(spec, gpu)
 
 
 class _Layer(NamedTuple):
@@ -126,7 +126,7 @@ class ComposedDecoder:
     def __init__(self, problem: Problem) -> None:
         c, device, batch = problem.config, problem.device, problem.cache.batch
         self._config, self._weights, self._batch = c, problem.weights, batch
-        self._op: dict[str, Any] = {name: _kernel(name, device)[0] for name in _KERNELS}
+        self._op: dict[str, Any] = {name: _kernel(name, problem.gpu)[0] for name in _KERNELS}
         # An inference tensor could not be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._layers = [

@@ -86,9 +86,7 @@ def _by_table(
 
 def _rows(problem: Problem) -> tuple[list[tables.Row], str]:
     """The table's rows that cover a problem; and its GPU in words."""
-    if problem.device.type != "cuda":
-        return [], "on this device"
-    capability = device.capability(problem.device.index)
+    capability = device.capability(problem.gpu)
     if capability is None:
         return [], "on this device"
     sizes = problem.cache.batch, problem.max_seq_len, problem.config.d
@@ -98,11 +96,11 @@ def _rows(problem: Problem) -> tuple[list[tables.Row], str]:
 
 def _megakernel(problem: Problem, cfg: Mapping[str, Any]) -> tuple[str | None, Any]:
     """Why the megakernel cannot serve a problem, and its functions where it can."""
-    if problem.device.type != "cuda":
+    if problem.gpu < 0:
         return "the weights are not on a CUDA device", None
     spec = OpSpec("decode", MEGAKERNEL, "decode", VARIABLES["decode"][0])
     package: Any
-    package, why = kernel_for(spec, problem.device.index)
+    package, why = kernel_for(spec, problem.gpu)
     if package is None:
         return why, None
     kind = "contiguous" if problem.cache.table is None else "paged"
