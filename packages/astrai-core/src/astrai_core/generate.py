@@ -166,6 +166,8 @@ def routed(model: Any, tokens: int) -> Iterator[Forward]:
 def end_tokens(model: Any) -> list[int]:
     """The tokens that end a text of a model of transformers."""
     end = model.generation_config.eos_token_id
+    if end is None:
+        return []
     return end if isinstance(end, list) else [end]
 
 
