@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decode_model import LLAMA3
-from tiny_llama import SIZES, llama
+from tiny_llama import SIZES, excess_ulps, llama, tokens_of
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import astrai_core
 from astrai_core import generate
-from astrai_core._greedy import by_decode, by_transformers, greedy
+from astrai_core._greedy import by_decode
 from astrai_core.decode import (
     build_model,
     decode_step,
@@ -244,11 +244,6 @@ def test_prefill_refuses_other_tokens():
         prefill(*model, PROMPT[0, :5].int(), step)
 
 
-def tokens_of(forward, ids, count):
-    with torch.inference_mode():
-        return [token for token, _ in greedy(forward, ids, [], count)]
-
-
 @pytest.mark.parametrize("changes", [{}, {"rope_parameters": ROPE}, {"tie_word_embeddings": True}])
 def test_greedy_text_is_that_of_generate(changes):
     network = llama(**changes)
@@ -256,22 +251,6 @@ def test_greedy_text_is_that_of_generate(changes):
         expected = network.generate(PROMPT, do_sample=False, max_new_tokens=40)
     tokens = tokens_of(by_decode(from_transformers(network), 49), PROMPT, 40)
     assert tokens == expected[0, 9:].tolist()
-
-
-def excess_ulps(network, prompt, tokens):
-    """How far the network's logits of tokens are below its largest ones, in ulp of bf16.
-
-    One step at a time, on the text that the tokens make: prefill rounds otherwise than decode.
-    """
-    forward, ids, worst = by_transformers(network), prompt, 0.0
-    with torch.inference_mode():
-        for token in tokens:
-            logits = forward(ids)[0].float()
-            best = logits.max()
-            ulp = torch.exp2(best.abs().log2().floor() - 7)
-            worst = max(worst, float((best - logits[token]) / ulp))
-            ids = torch.tensor([[token]], device=prompt.device)
-    return worst
 
 
 @pytest.mark.skipif(

@@ -139,9 +139,10 @@ def build_model(
         RuntimeError: `use` demands an implementation that cannot serve the call; a CUDA graph is
             being captured.
     """
-    problem = Problem.parse(weights, kv_cache, cfg, max_seq_len)
-    if problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    # Reading the page table waits for the device, which would break a capture.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("build_model: expected no capture of a CUDA graph to be under way")
+    problem = Problem.parse(weights, kv_cache, cfg, max_seq_len)
     selection = select(problem, cfg)
     decoder: Decoder
     if selection.chosen == COMPOSED:
