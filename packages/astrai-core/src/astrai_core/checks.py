@@ -200,13 +200,13 @@ def _model(place: torch.device) -> tuple[Tensor, Tensor]:
     """A model of one layer, over a contiguous cache of random keys and values."""
     d, q, kv = _K, _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
     shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
-    shapes |= {"gate": (_N, d), "up": (_N, d), "down": (d, _N), "in_norm": (d,), "post_norm": (d,)}
+    shapes |= {"gate": (_N, d), "up": (_N, d), "down": (d, _N)}
     values = _operands(place, *shapes.values(), scale=d**-0.5)
-    layer = dict(zip(shapes, values, strict=True))
-    embed, final_norm = _operands(place, (_N, d), (d,))
+    embed, in_norm, post_norm, final_norm = _operands(place, (_N, d), (d,), (d,), (d,))
+    layer = dict(zip(shapes, values, strict=True), in_norm=in_norm, post_norm=post_norm)
     caches = [x.transpose(1, 2).contiguous() for x in _attention_operands(place)[1:]]
-    cfg = {"layers": 1, "d": d, "ffn": _N, "n_q": _HEADS, "n_kv": _KV_HEADS, "hd": _HEAD_DIM}
-    cfg |= {"vocab": _N, "eps": 1e-5, "theta": 1e4, "wdtype": "bf16"}
+    sizes = {"layers": 1, "d": d, "ffn": _N, "n_q": _HEADS, "n_kv": _KV_HEADS, "hd": _HEAD_DIM}
+    cfg = {**sizes, "vocab": _N, "eps": 1e-5, "theta": 1e4, "wdtype": "bf16"}
     weights = {"embed": embed, "final_norm": final_norm, "layers": [layer]}
     ids = torch.arange(_BATCH, device=place)
     exact = _exact_model(weights, caches, ids)
@@ -218,6 +218,7 @@ def _model(place: torch.device) -> tuple[Tensor, Tensor]:
 
 def _exact_model(weights: dict[str, Any], caches: list[Tensor], ids: Tensor) -> Tensor:
     """`_model` in float64, with the tokens at the last position of the cache."""
+    embed: Tensor = weights["embed"]
     w = {name: x.double() for name, x in weights["layers"][0].items()}
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ def _exact_model(weights: dict[str, Any], caches: list[Tensor], ids: Tensor) -> 
         c, s = angles.cos(), angles.sin()
         return torch.cat((a * c - b * s, b * c + a * s), -1)
 
-    x = weights["embed"][ids].double()
+    x = embed[ids].double()
     h = norm(x, w["in_norm"])
     q, k, v = ((h @ w[name].T).unflatten(-1, (-1, _HEAD_DIM)) for name in "qkv")
     k, v = (
@@ -241,4 +242,4 @@ def _exact_model(weights: dict[str, Any], caches: list[Tensor], ids: Tensor) -> 
     h = norm(x, w["post_norm"])
     gate = h @ w["gate"].T
     x = x + (gate * gate.sigmoid() * (h @ w["up"].T)) @ w["down"].T
-    return norm(x, weights["final_norm"]) @ weights["embed"].double().T
+    return norm(x, weights["final_norm"]) @ embed.double().T
