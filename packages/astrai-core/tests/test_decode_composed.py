@@ -241,6 +241,11 @@ def off_boundary(cache: dict[str, Any]) -> None:
     cache["k"][0] = room[1:].view(pool.shape).copy_(pool)
 
 
+def one_tensor(cache: dict[str, Any]) -> None:
+    both = torch.stack((cache["k"][1], cache["v"][1]), 1)
+    cache["k"][1], cache["v"][1] = both.unbind(1)
+
+
 @pytest.mark.parametrize(
     ("model", "spoil", "words"),
     [
@@ -248,6 +253,7 @@ def off_boundary(cache: dict[str, Any]) -> None:
         (Model([3], dtype=BF16, changes={"hd": 16}), None, "hd = 16: the kernels take 32, 64"),
         (Model([3], dtype=BF16, changes={"d": 60}), None, "d = 60 is not divisible by 8"),
         (Model([3], dtype=BF16), other_strides, "keys and values differ in their strides"),
+        (Model([3], dtype=BF16), one_tensor, "keys and values lie between each other"),
         (Model([3], dtype=BF16), off_boundary, "the cache does not start on 16 bytes"),
     ],
 )

@@ -83,7 +83,15 @@ def _obstacle_in_cache(cache: Cache) -> str | None:
             return "the rows of the cache are not contiguous, or do not start on 16 bytes"
         if (k.data_ptr() | v.data_ptr()) % 16:
             return "the cache does not start on 16 bytes"
+        (k_start, k_end), (v_start, v_end) = _extent(k), _extent(v)
+        if k_start < v_end and v_start < k_end:
+            return "keys and values lie between each other"
     return None
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _kernel(op: str, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
@@ -239,7 +247,7 @@ def _pages_of(problem: Problem) -> list[_Pages]:
     if cache.table is not None:
         pairs = zip(cache.keys, cache.values, strict=True)
         pools = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pairs]
-        return [_Pages(slice(0, batch), cache.table, pools, cache.page_size)]
+        return [_Pages(slice(0, batch), cache.table.contiguous(), pools, cache.page_size)]
     # A sequence of a contiguous cache is a pool whose pages stand in order. Those of all sequences
     # are none: from one sequence's last page to the next sequence's first is another distance.
     size = next(s for s in (256, 128, 64, 32, 16, 8, 4, 2, 1) if cache.page_size % s == 0)
