@@ -113,7 +113,7 @@ def forget() -> None:
 @pytest.fixture(autouse=True)
 def _clean(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No selection from outside; installed families are hidden, but for tests on a GPU."""
-    for variable in ("ASTRAI_GEMV", "ASTRAI_SWIGLU", "ASTR_BACKEND"):
+    for variable in ("ASTRAI_GEMV", "ASTRAI_SWIGLU", "ASTRAI_DECODE", "ASTR_BACKEND"):
         monkeypatch.delenv(variable, raising=False)
     if request.node.get_closest_marker("gpu") is None:
         real = discovery._entries

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import io
@@ -10,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +19,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from astrai_core import generate
+from astrai_core import _greedy, generate
+from astrai_core._greedy import by_decode, by_transformers, greedy
+from astrai_core.decode import from_transformers
 from astrai_core.integrations.transformers import patch
 
 END = "<|end|>"
@@ -113,14 +113,43 @@ def test_run_prints_text_speed_and_table(folder, capsys):
     model, tokenizer = generate.load(folder, "cpu", io.StringIO())
     ids = generate.encode(tokenizer, "Hi", model, 12)
     with torch.inference_mode():
-        tokens = [token for token, _ in generate.decode(model, ids, 12)]
+        forward = by_decode(from_transformers(model), ids.shape[-1] + 12)
+        tokens = [token for token, _ in greedy(forward, ids, [END_ID], 12)]
     assert f"{folder.name}: bfloat16 on cpu, loaded in " in out
-    assert "through astrai_core: 15 linears, of them 4 in 2 gated MLPs, and 2 attentions" in out
+    assert "through astrai_core.decode: all 2 layers" in out
     assert tokenizer.decode(tokens, skip_special_tokens=True) in out
     assert f"prefill {ids.shape[-1]} tokens in " in out
     table = out[out.index(f"decode {len(tokens) - 1} tokens in ") :]
-    assert {"linear", "swiglu", "attention", "rotary_emb"} <= set(table.split())
+    assert ops_of(table) == {"linear", "swiglu", "attention", "rotary_emb", "decode"}
+    (steps,) = [line.split() for line in table.splitlines() if "decode_step" in line]
+    assert steps[:6] == ["decode", "decode_step:", "token_ids", "[1]", "bfloat16", "cpu"]
+    assert int(steps[6]) == len(tokens) - 1
     assert [line.split(":")[0] for line in err.splitlines()] == list(generate.FOLDER_STAGES)
+
+
+def test_a_model_that_is_no_plain_llama_is_routed_by_layers(tmp_path, capsys):
+    torch.manual_seed(1)
+    LlamaForCausalLM(tiny_config(attention_bias=True)).to(torch.bfloat16).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    words = ("Hi", "--model", tmp_path, "--max-new-tokens", 12, "--device", "cpu")
+    assert generate.run(arguments(*words)) == 0
+    out, _ = capsys.readouterr()
+    refused = "model: model.layers.0.self_attn.q_proj: it has a bias"
+    assert f"not through astrai_core.decode: {refused}" in out
+    assert "through astrai_core: 15 linears, of them 4 in 2 gated MLPs, and 2 attentions" in out
+    model, tokenizer = generate.load(tmp_path, "cpu", io.StringIO())
+    ids = generate.encode(tokenizer, "Hi", model, 12)
+    with torch.inference_mode(), patch(model):
+        tokens = [token for token, _ in greedy(by_transformers(model), ids, [END_ID], 12)]
+    assert tokenizer.decode(tokens, skip_special_tokens=True) in out
+    table = out[out.index(f"decode {len(tokens) - 1} tokens in ") :]
+    assert ops_of(table) == {"linear", "swiglu", "attention", "rotary_emb"}
+
+
+def ops_of(table):
+    """The ops of the table that closes a run, whose first line is the speed."""
+    lines = table.splitlines()[3:]
+    return {line.split()[0] for line in lines}
 
 
 def test_as_a_command(folder):
@@ -133,7 +162,7 @@ def test_as_a_command(folder):
 
 
 def test_interrupted(folder, monkeypatch, capsys):
-    monkeypatch.setattr(generate, "decode", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(_greedy, "greedy", mock.Mock(side_effect=KeyboardInterrupt))
     assert generate.run(arguments("--model", folder, "--device", "cpu")) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -231,27 +260,29 @@ def test_the_chat_template_is_applied():
         generate.encode(plain, "", model, 1)
 
 
-def test_decode_is_greedy(folder):
+def test_the_routed_modules_say_the_same_as_generate(folder):
     model, tokenizer = generate.load(folder, "cpu", io.StringIO())
     ids = generate.encode(tokenizer, "Hi", model, 32)
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
         expected = model.generate(ids, do_sample=False, min_new_tokens=32, max_new_tokens=32)
         with patch(model):
-            tokens = [token for token, _ in generate.decode(model, ids, 32)]
+            tokens = [token for token, _ in greedy(by_transformers(model), ids, [], 32)]
     assert tokens == expected[0, ids.shape[-1] :].tolist()
 
 
 @pytest.mark.parametrize("as_list", [True, False])
-def test_decode_stops_after_an_end_token(folder, as_list):
+def test_greedy_stops_after_an_end_token(folder, as_list):
     model, tokenizer = generate.load(folder, "cpu", io.StringIO())
     ids = generate.encode(tokenizer, "Hi", model, 32)
     model.generation_config.eos_token_id = None
+    assert generate.end_tokens(model) == []
     with torch.inference_mode():
-        tokens = [token for token, _ in generate.decode(model, ids, 32)]
+        tokens = [token for token, _ in greedy(by_transformers(model), ids, [], 32)]
         end = tokens[4]
         model.generation_config.eos_token_id = [end, 999] if as_list else end
-        shorter = [token for token, _ in generate.decode(model, ids, 32)]
+        ends = generate.end_tokens(model)
+        shorter = [token for token, _ in greedy(by_transformers(model), ids, ends, 32)]
     assert shorter == tokens[: tokens.index(end) + 1]
 
 
@@ -271,46 +302,6 @@ def test_half_a_character_at_the_end_is_shown():
     tokens = tokenizer("a☃")["input_ids"][:-1]
     assert "".join(stream.push(token) for token in tokens) == "a"
     assert stream.flush() == "\N{REPLACEMENT CHARACTER}"
-
-
-# --- progress -------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-STAGES = {"one": 1.0, "two": 2.0, "three": 1.0}
-
-
-def test_the_bar_weighs_its_stages():
-    bar = generate.LoadingBar(STAGES, io.StringIO())
-    bar.at("one")
-    assert "  0% [" in str(bar)
-    bar.at("two", 0.5)
-    assert f" 50% [{'#' * 12:24}]" in str(bar)
-    bar.at("three", 1.0)
-    assert f"100% [{'#' * 24}]" in str(bar)
-
-
-def test_the_bar_moves_on_a_terminal_and_cleans_up():
-    stream = Terminal()
-    with generate.LoadingBar(STAGES, stream) as bar:
-        bar.at("one")
-        time.sleep(0.5)
-    frames = stream.getvalue().split("\r")
-    assert sum("one" in frame for frame in frames) >= 2
-    assert frames[-1] == "\x1b[K"
-
-
-def test_the_bar_is_lines_elsewhere_and_claims_nothing_on_failure():
-    stream = io.StringIO()
-    with contextlib.suppress(ValueError), generate.LoadingBar(STAGES, stream) as bar:
-        bar.at("one")
-        bar.at("two")
-        raise ValueError
-    assert [line.split(":")[0] for line in stream.getvalue().splitlines()] == ["one"]
 
 
 # --- GGUF -----------------------------------------------------------------------------------------
@@ -377,7 +368,7 @@ def test_a_gguf_file_generates(gguf_file, capsys, monkeypatch):
     monkeypatch.chdir(path.parent)
     words = ("Hi", "--model", Path(path.name), "--max-new-tokens", 4, "--device", "cpu")
     assert generate.run(arguments(*words)) == 0
-    assert "8 linears, of them 2 in 1 gated MLPs, and 1 att" in capsys.readouterr().out
+    assert "through astrai_core.decode: all 1 layers" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(
@@ -387,10 +378,10 @@ def test_the_packaged_model_says_the_same_when_patched():
     model, tokenizer = generate.load(generate.packaged_model(), "cpu", io.StringIO())
     ids = generate.encode(tokenizer, "What is the capital of France?", model, 16)
     with torch.inference_mode():
-        expected = [token for token, _ in generate.decode(model, ids, 16)]
+        expected = [token for token, _ in greedy(by_transformers(model), ids, [], 16)]
         logits = model(input_ids=ids).logits.float()
         with patch(model) as patched:
-            tokens = [token for token, _ in generate.decode(model, ids, 16)]
+            tokens = [token for token, _ in greedy(by_transformers(model), ids, [], 16)]
             got = model(input_ids=ids).logits.float()
     # Rotary embedding is rounded once instead of three times, in each of 30 layers.
     assert (got - logits).norm() < 0.06 * logits.norm()

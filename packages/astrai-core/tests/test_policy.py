@@ -97,7 +97,7 @@ def test_context_is_strict() -> None:
 
 
 def test_context_names() -> None:
-    with pytest.raises(ValueError, match="expected an op of linear, swiglu, got 'matmul'"):
+    with pytest.raises(ValueError, match="expected an op of linear, swiglu, decode, got 'matmul'"):
         use(matmul="torch").__enter__()
     with pytest.raises(ValueError, match="linear: expected one of torch, gemv, got 'cublas'"):
         use(linear="cublas").__enter__()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from astrai_core._greedy import by_transformers, greedy
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -39,3 +41,24 @@ def rows(report, op="attention"):
 
 def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def tokens_of(forward, ids, count):
+    with torch.inference_mode():
+        return [token for token, _ in greedy(forward, ids, [], count)]
+
+
+def excess_ulps(network, prompt, tokens):
+    """How far the network's logits of tokens are below its largest ones, in ulp of bf16.
+
+    One step at a time, on the text that the tokens make: prefill rounds otherwise than decode.
+    """
+    forward, ids, worst = by_transformers(network), prompt, 0.0
+    with torch.inference_mode():
+        for token in tokens:
+            logits = forward(ids)[0].float()
+            best = logits.max()
+            ulp = torch.exp2(best.abs().log2().floor() - 7)
+            worst = max(worst, float((best - logits[token]) / ulp))
+            ids = torch.tensor([[token]], device=prompt.device)
+    return worst

@@ -32,6 +32,7 @@ __all__ = [
     "apply_rotary_emb",
     "attention",
     "attn_backend",
+    "decode",
     "explain",
     "families",
     "get_backend",
@@ -47,4 +48,8 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         return metadata.version("astrai-core")
+    if name == "decode":
+        import importlib
+
+        return importlib.import_module(".decode", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

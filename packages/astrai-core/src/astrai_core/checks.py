@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .attn import PagedKVCache, apply_rotary_emb, attention, attn_backend
+from .decode import build_model, decode_step, teardown
 from .discovery import find
 from .ops import linear, swiglu
 from .policy import OPS, use
@@ -53,7 +54,7 @@ class _Case:
     Attributes:
         op: what the check is called.
         recorded: what `explain` calls the op.
-        family: the family that has a kernel for it.
+        families: those that have the kernels for it.
         kernel: what `explain` calls the kernel.
         call: makes the call on a device; the result, and the same in float64.
         demand: selects an implementation; None where nothing does.
@@ -61,7 +62,7 @@ class _Case:
 
     op: str
     recorded: str
-    family: str
+    families: tuple[str, ...]
     kernel: str
     call: Callable[[torch.device], tuple[Tensor, Tensor]]
     demand: Callable[[str], Any] | None
@@ -77,7 +78,7 @@ def checks_on(place: torch.device) -> list[Check]:
     for case in _cases():
         found.append(_check(case, place, None))
         other = case.demand is not None and found[-1].chosen != case.kernel
-        if other and _usable(case.family, place):
+        if other and all(_usable(family, place) for family in case.families):
             found.append(_check(case, place, case.kernel))
     return found
 
@@ -89,7 +90,7 @@ def _usable(family: str, place: torch.device) -> bool:
 def _cases() -> list[_Case]:
     calls = {"linear": _linear, "swiglu": _swiglu}
     cases = [
-        _Case(op, op, spec.family, spec.family, calls[op], _user(op)) for op, spec in OPS.items()
+        _Case(op, op, (spec.family,), spec.family, calls[op], _user(op)) for op, spec in OPS.items()
     ]
     attentions = {
         "attn_decode": _decode,
@@ -97,11 +98,13 @@ def _cases() -> list[_Case]:
         "attn_prefill": _prefill,
     }
     cases += [
-        _Case(op, "attention", "attention", "cuda", call, attn_backend)
+        _Case(op, "attention", ("attention",), "cuda", call, attn_backend)
         for op, call in attentions.items()
     ]
-    cases.append(_Case("rotary_emb", "rotary_emb", "attention", "attention", _rotary, None))
-    return [case for case in cases if case.op in OPS or case.op in find(case.family).ops]
+    cases.append(_Case("rotary_emb", "rotary_emb", ("attention",), "attention", _rotary, None))
+    cases = [case for case in cases if case.op in OPS or case.op in find(case.families[0]).ops]
+    whole = ("gemv", "attention")
+    return [*cases, _Case("decode", "decode", whole, "composed", _model, _user("decode"))]
 
 
 def _user(op: str) -> Callable[[str], Any]:
@@ -191,3 +194,52 @@ def _rotary(place: torch.device) -> tuple[Tensor, Tensor]:
     c, s = (angle.double()[:, None] for angle in (cos, sin))
     exact = torch.cat((a * c - b * s, b * c + a * s), -1)
     return apply_rotary_emb(x, (cos, sin), interleaved=False), exact
+
+
+def _model(place: torch.device) -> tuple[Tensor, Tensor]:
+    """A model of one layer, over a contiguous cache of random keys and values."""
+    d, q, kv = _K, _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
+    shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
+    shapes |= {"gate": (_N, d), "up": (_N, d), "down": (d, _N)}
+    values = _operands(place, *shapes.values(), scale=d**-0.5)
+    embed, in_norm, post_norm, final_norm = _operands(place, (_N, d), (d,), (d,), (d,))
+    layer = dict(zip(shapes, values, strict=True), in_norm=in_norm, post_norm=post_norm)
+    caches = [x.transpose(1, 2).contiguous() for x in _attention_operands(place)[1:]]
+    sizes = {"layers": 1, "d": d, "ffn": _N, "n_q": _HEADS, "n_kv": _KV_HEADS, "hd": _HEAD_DIM}
+    cfg = {**sizes, "vocab": _N, "eps": 1e-5, "theta": 1e4, "wdtype": "bf16"}
+    weights = {"embed": embed, "final_norm": final_norm, "layers": [layer]}
+    ids = torch.arange(_BATCH, device=place)
+    exact = _exact_model(weights, caches, ids)
+    handle = build_model(weights, [tuple(caches)], cfg, _KEYS)
+    logits = decode_step(handle, ids, _KEYS - 1)
+    teardown(handle)
+    return logits, exact
+
+
+def _exact_model(weights: dict[str, Any], caches: list[Tensor], ids: Tensor) -> Tensor:
+    """`_model` in float64, with the tokens at the last position of the cache."""
+    embed: Tensor = weights["embed"]
+    w = {name: x.double() for name, x in weights["layers"][0].items()}
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+
+    def turned(x: Tensor) -> Tensor:
+        rates = 1e4 ** -torch.linspace(0, 1, _HEAD_DIM // 2 + 1, device=x.device)[:-1].double()
+        angles = (_KEYS - 1) * rates
+        a, b = x.chunk(2, -1)
+        c, s = angles.cos(), angles.sin()
+        return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+    x = embed[ids].double()
+    h = norm(x, w["in_norm"])
+    q, k, v = ((h @ w[name].T).unflatten(-1, (-1, _HEAD_DIM)) for name in "qkv")
+    k, v = (
+        torch.cat((old.double().transpose(1, 2)[:, :-1], new[:, None]), 1)
+        for old, new in zip(caches, (turned(k), v), strict=True)
+    )
+    x = x + _exact(turned(q)[:, None], k, v).flatten(1) @ w["o"].T
+    h = norm(x, w["post_norm"])
+    gate = h @ w["gate"].T
+    x = x + (gate * gate.sigmoid() * (h @ w["up"].T)) @ w["down"].T
+    return norm(x, weights["final_norm"]) @ embed.double().T

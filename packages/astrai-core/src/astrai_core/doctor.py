@@ -14,7 +14,7 @@ import torch
 from . import arch, device, tables
 from .checks import checks_on
 from .discovery import CONTRACT, families
-from .policy import OPS, mode
+from .policy import VARIABLES, mode
 
 
 def diagnose() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def diagnose() -> dict[str, Any]:
         },
         "astrai_core": {"version": _version(), "contract": CONTRACT},
         "gpus": gpus,
-        "selection": {spec.variable: _mode(op) for op, spec in OPS.items()},
+        "selection": {variable: _mode(op) for op, (variable, _) in VARIABLES.items()},
         "families": [_family(f) for f in families()],
         "checks": [vars(check) for check in checks],
     }

