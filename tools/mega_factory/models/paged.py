@@ -195,9 +195,12 @@ def decode_step(handle: Handle, token_ids: torch.Tensor, pos: int | torch.Tensor
         pos: the position that is written: an int, or an int64 tensor of shape () or (B,).
     """
     cfg, weights = handle.cfg, handle.weights
-    batch = token_ids.shape[0]
-    at = torch.as_tensor(pos, device=token_ids.device).expand(batch)
-    positions = at.tolist()
+    batch, device = token_ids.shape[0], token_ids.device
+    if isinstance(pos, int):
+        positions, at = [pos] * batch, torch.full((batch,), pos, device=device)
+    else:
+        at = pos.expand(batch)
+        positions = at.tolist()
     cos, sin = handle.cos[at][:, None], handle.sin[at][:, None]
     x = F.embedding(token_ids, weights["embed"])
     for i, layer in enumerate(weights["layers"]):
