@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference: one decode step of a Llama in bf16 over a contiguous KV cache, unfused, in eager torch.
+"""Reference: one decode step of a Llama in bf16 over contiguous KV caches, unfused, in eager torch.
 
 It is rounded to bf16 where a Llama in bf16 is: after every projection, norm, rotation, product and
 residual sum. RMSNorm, rotation and softmax compute in fp32.
