@@ -21,9 +21,13 @@ Cfg = dict[str, Any]
 # Share of a head's query projection that is its key projection: a token attends to itself, as in a
 # trained model. With independent ones the appended position would be one key among thousands.
 SELF_ATTENTION = 0.9
+# What a matrix that adds to the residual stream is scaled by, relative to the embedding: more, and a
+# rounding error of the first layer is amplified by all others.
+RESIDUAL = 0.75
 # Tokens in a row whose cached keys, and values, share an offset, as those of one passage do. Values
 # without it average out over a long context, and an attention that read others would go unseen.
 PASSAGE = 64
+VALUE_OFFSET = 2.0
 
 
 def _generator(seed: int, stream: int, device: torch.device | str) -> torch.Generator:
@@ -32,7 +36,9 @@ def _generator(seed: int, stream: int, device: torch.device | str) -> torch.Gene
 
 
 def make_weights(cfg: Cfg, seed: int, device: torch.device | str) -> dict[str, Any]:
-    """Random weights, bf16: matrices of standard deviation fan_in**-0.5, gains 1 +- 0.1.
+    """Random weights, bf16: matrices of standard deviation columns**-0.5, gains 1 +- 0.1.
+
+    Those that add to the residual stream, `o` and `down`, are smaller by RESIDUAL * d**-0.5.
 
     Keys are `embed` (vocab, d), `final_norm` (d,), `layers`, a list of dicts of `in_norm` (d,),
     `post_norm` (d,), `q` (n_q*hd, d), `k` and `v` (n_kv*hd, d), `o` (d, n_q*hd), `gate` and `up`
@@ -59,8 +65,9 @@ def make_weights(cfg: Cfg, seed: int, device: torch.device | str) -> dict[str, A
         other = matrix(n_q, d).mul_((1 - SELF_ATTENTION**2) ** 0.5)
         layer["q"] = other.add_(own.reshape(n_q, d), alpha=SELF_ATTENTION)
         layer["v"] = matrix(n_kv, d)
-        layer["o"] = matrix(d, n_q)
-        layer["gate"], layer["up"], layer["down"] = matrix(ffn, d), matrix(ffn, d), matrix(d, ffn)
+        layer["o"] = matrix(d, n_q).mul_(RESIDUAL * d**-0.5)
+        layer["gate"], layer["up"] = matrix(ffn, d), matrix(ffn, d)
+        layer["down"] = matrix(d, ffn).mul_(RESIDUAL * d**-0.5)
         layers.append(layer)
     weights = {"embed": matrix(cfg["vocab"], d), "final_norm": gain(), "layers": layers}
     if not cfg.get("tied", True):
@@ -92,6 +99,7 @@ def cached_tokens(
     both = torch.randn(2, n_kv, length, hd, generator=generator, device=device)
     passages = math.ceil(length / PASSAGE)
     offsets = torch.randn(2, n_kv, passages, hd, generator=generator, device=device)
+    offsets[1] *= VALUE_OFFSET
     both += offsets.repeat_interleave(PASSAGE, dim=2)[:, :, :length]
     return rope(both[0], *rope_tables(cfg, length, device)), both[1].to(torch.bfloat16)
 
