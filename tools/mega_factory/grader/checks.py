@@ -22,6 +22,11 @@ HIDDEN_US = {"cuda": 300.0, "cpu": 10_000.0}
 HIDDEN_SHARE = 0.1
 
 
+# Keys and values against the logits' tolerance. With 16 layers of width 512, those of a right
+# solution err up to 1.1 times as much as its logits; ones that were never written, by 1 or more.
+APPEND_TOL = 2
+
+
 @dataclass
 class Observed:
     """What a solution did in one run.
@@ -191,7 +196,8 @@ def foreign_writes(path: str, outside: Tensor, owned: Tensor) -> Iterator[Findin
 def missing_appends(
     path: str, after: Tensor, expected: Tensor, kv_cache: Any, scale: dict[str, Any]
 ) -> Iterator[Finding]:
-    """Findings on positions of this run whose K or V is not the reference's, to its tolerance."""
+    """Findings on positions of this run whose K or V is not the reference's."""
+    tol = APPEND_TOL * scale["tol"]
     wrong = []
     for b, first in enumerate(scale["prefill_lens"]):
         positions = torch.arange(first, first + scale["decode_steps"], device=after.device)
@@ -203,14 +209,14 @@ def missing_appends(
             for step, (error, page, slot) in enumerate(
                 zip(errors.tolist(), pages.tolist(), slots.tolist(), strict=True)
             )
-            if not error <= scale["tol"]
+            if not error <= tol
         ]
     if wrong:
         b, position, error, page, slot = wrong[0]
         yield Finding(
             "kv_append",
             f"{path}: sequence {b}, position {position} is not in page {page}, slot {slot}: "
-            f"relative error {error:.3g}, allowed {scale['tol']:g}; {len(wrong)} such positions",
+            f"relative error {error:.3g}, allowed {tol:g}; {len(wrong)} such positions",
             step=position - scale["prefill_lens"][b],
         )
 

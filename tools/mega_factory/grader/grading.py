@@ -60,7 +60,7 @@ def grade(
         runs: how many, each with fresh weights, cache, page table and tokens. In the second, pages
             of other sequences are NaN, in the third the slots that no token was written to; then
             the same again. A contiguous cache has no pages of others.
-        time_limit: seconds that the solution's process may live.
+        time_limit: seconds that the solution may take in one process, all calls together.
         seed: of an earlier report, to repeat it.
 
     Raises:
@@ -199,8 +199,9 @@ class Grading:
         """Times one step from outside; returns what the process says about it."""
         ids = [tokens.randrange(self.scale["cfg"]["vocab"]) for _ in self.scale["prefill_lens"]]
         command = {"do": do, "index": step, "tokens": ids, "pos": self.position(step)}
+        phase = "decode_step" if do == "step" else "a step without the solution"
         start = time.perf_counter()
-        about = worker.request(command, "decode_step", keys=("us",))
+        about = worker.request(command, phase, keys=("us",))
         seen.walls_us.append((time.perf_counter() - start) * 1e6)
         seen.times_us.append(checks.checked_time(about["us"]))
         seen.tokens.append(ids)

@@ -24,12 +24,18 @@ MAX_HEADER = 1 << 20
 LOG_LINES = 12
 PROC = Path("/proc")
 
+# What the solution's time limit is for; for the rest, the grader's own work, there is another.
+SOLUTIONS_WORK = {"solution", "build", "step", "teardown", "finish"}
+GRADERS_LIMIT_S = 600.0
+# A GPU takes a while to stop a kernel that runs on.
+KILL_S = 60.0
+
 
 class Worker:
     """A fresh process, which nothing of the solution outlives once it is closed.
 
     Args:
-        time_limit: seconds that it may take for all its answers together.
+        time_limit: seconds that the solution may take for all that it is asked together.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -63,7 +69,7 @@ class Worker:
                 os.kill(child, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(KILL_S)
         self.channel.close()
         self.log.close()
 
@@ -89,20 +95,24 @@ class Worker:
             SolutionError: it raised, ended, did not answer in time, or answered something else.
             TimeoutError: `within` has passed; another request cannot follow.
         """
+        solutions = command["do"] in SOLUTIONS_WORK
+        seconds = self.left if solutions else GRADERS_LIMIT_S
         start = time.monotonic()
         try:
-            answer = self._exchange(command, keys, payload, start + min(self.left, within))
+            answer = self._exchange(command, keys, payload, start + min(seconds, within))
         except TimeoutError:
-            if within < self.left:
+            if within < seconds:
                 raise
-            detail = f"more than {self.time_limit:g} s in all, now in {phase}"
+            limit = self.time_limit if solutions else GRADERS_LIMIT_S
+            detail = f"more than {limit:g} s in all, now in {phase}"
             raise SolutionError(Finding("time_limit", detail)) from None
         except OSError:
             raise SolutionError(Finding("crash", self._epitaph(phase))) from None
         except ValueError as error:
             detail = f"in {phase} the answer was not the worker's: {error}"
             raise SolutionError(Finding("protocol", detail)) from None
-        self.left -= time.monotonic() - start
+        if solutions:
+            self.left -= time.monotonic() - start
         if "error" in answer:
             trace = "\n".join(str(answer.get("trace")).splitlines()[-LOG_LINES:])
             detail = f"in {phase}: {answer['error']}: {answer.get('message')}\n{trace}"

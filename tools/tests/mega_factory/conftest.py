@@ -53,7 +53,7 @@ def graded(paged):
     """Grades a file of `solutions` in the paged bundle, on a CPU."""
 
     def graded(name, **options):
-        options = {"scale": "tiny", "device": "cpu", "time_limit": 60} | options
+        options = {"scale": "tiny", "device": "cpu", "time_limit": 120} | options
         return grade(paged, SOLUTIONS / f"{name}.py", **options)
 
     return graded

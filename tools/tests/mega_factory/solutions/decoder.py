@@ -43,7 +43,7 @@ class Decoder:
 
     def values(self, pool, seen):
         # Not only their weights are 0: what lies there may be NaN.
-        return torch.where(seen[..., None], self.gather(pool), 0)
+        return self.gather(pool).masked_fill(~seen[..., None], 0)
 
     def attention(self, layer, q, at):
         batch, hd = at.shape[0], self.cfg["hd"]
