@@ -14,7 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# What each does wrong.
+# The correct ones, and what each of the others does wrong.
+CORRECT = {
+    "fp32_residual": "bf16 GEMVs + fp32 residual stream, hand-rolled attention",
+    "all_fp32": "all-fp32 twin: residual, GEMVs and softmax all in fp32",
+}
 DROPS = {
     "never_append": "never append this position's K/V",
     "ignore_table": "ignore the page table, read the pool contiguously",
@@ -50,13 +54,13 @@ class Twin:
     drop: str | None = None
 
     def linear(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """h @ weight.T, returned in fp32."""
+        """Returns h @ weight.T in fp32."""
         if self.full:
             return F.linear(h, weight.float())
         return F.linear(h.to(torch.bfloat16), weight).float()
 
     def rmsnorm(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-        """gain * x / sqrt(mean(x**2) + eps), fp32."""
+        """Root-mean-square norm: gain * x / sqrt(mean(x**2) + eps), fp32."""
         return F.rms_norm(x, (x.shape[-1],), gain.float(), self.cfg["eps"])
 
     def rope(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -79,16 +83,14 @@ class Twin:
             if self.drop == "ignore_table":
                 table = torch.arange(table.numel(), device=table.device).view_as(table)
             stores = [self.kv_cache[name][layer] for name in "kv"]
-            where = table[rows, at // size], at % size
         else:
-            stores = list(self.kv_cache[layer])
-            where = rows, at
+            # One page per sequence.
+            stores, table = list(self.kv_cache[layer]), rows[:, None]
+            size = stores[0].shape[2]
         if self.drop != "never_append":
             for store, row in zip(stores, new, strict=True):
-                store[where[0], :, where[1]] = row.to(store.dtype)
-        if isinstance(self.kv_cache, dict):
-            return [store[table] for store in stores]
-        return [store[:, None] for store in stores]
+                store[table[rows, at // size], :, at % size] = row.to(store.dtype)
+        return [store[table] for store in stores]
 
     def attention(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor

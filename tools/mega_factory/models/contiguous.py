@@ -21,8 +21,8 @@ Cfg = dict[str, Any]
 # Share of a head's query projection that is its key projection: a token attends to itself, as in a
 # trained model. With independent ones the appended position would be one key among thousands.
 SELF_ATTENTION = 0.9
-# What a matrix that adds to the residual stream is scaled by, relative to the embedding: more, and a
-# rounding error of the first layer is amplified by all others.
+# What a matrix that adds to the residual stream is scaled by, relative to the embedding. With more,
+# every layer amplifies the rounding errors of those below it.
 RESIDUAL = 0.75
 # Tokens in a row whose cached keys, and values, share an offset, as those of one passage do. Values
 # without it average out over a long context, and an attention that read others would go unseen.
