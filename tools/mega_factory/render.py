@@ -9,9 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mega_factory.grading import GRADER_FILES
 from mega_factory.spec import BANDWIDTHS, Figures, MegaSpec
 
-GRADER = Path(__file__).parent / "grader"
+PACKAGE = Path(__file__).parent
 
 HEAD = """# {title}
 
@@ -19,9 +20,9 @@ HEAD = """# {title}
 
 `{name}` -- {keywords}
 
-This folder is `/app`. Write `solution.py`; its template names the functions. `reference.py` computes
-what they must compute, and `python grade.py solution.py` grades them (`--scale tiny --device cpu`
-needs no GPU).
+This folder is `/app`. Write `solution.py`; its template names the functions. `reference.py` says
+what they must compute, and `python grade.py solution.py` grades them, without a GPU if you add
+`--scale tiny --device cpu`.
 
 {spec_md}
 
@@ -134,11 +135,13 @@ def figures_md(spec: MegaSpec) -> str:
         for name in names
     ]
     text = "\n".join(lines)
-    if spec.claimed is not None and spec.measured is None:
+    if spec.claimed is None:
+        return text
+    if spec.measured is None:
         return f"{text}\n\nNot yet measured with the fixtures of this bundle."
-    if spec.claimed is not None:
-        return f"{text}\n\nThe texts above state the first column; this bundle's fixtures gave the last."
-    return text
+    return (
+        f"{text}\n\nThe texts state the first column; the fixtures of this bundle gave the second."
+    )
 
 
 def task_md(spec: MegaSpec) -> str:
@@ -171,10 +174,8 @@ def render(spec: MegaSpec) -> dict[str, str]:
         ),
         "spec.json": json.dumps(spec_json(spec), indent=2) + "\n",
     }
-    for path in sorted(GRADER.glob("*.py")):
-        # The script lies beside the package, which it runs by its name.
-        name = path.name if path.name == "grade.py" else f"grader/{path.name}"
-        files[name] = path.read_text("utf-8")
+    for name, source in GRADER_FILES.items():
+        files[name] = (PACKAGE / source).read_text("utf-8")
     return files
 
 

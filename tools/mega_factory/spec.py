@@ -25,7 +25,6 @@ VERIFY_SEEDS = 2
 TINY: Cfg = {"layers": 2, "d": 64, "ffn": 128, "n_kv": 2, "hd": 16, "vocab": 256}
 TINY_PAGE_SIZE = 8
 TINY_PREFILL = 29
-TINY_STEPS = 6
 
 
 class SpecError(ValueError):
@@ -222,8 +221,8 @@ class MegaSpec:
         if self.kind == "paged":
             cfg["page_size"] = TINY_PAGE_SIZE
         lens = [max(1, TINY_PREFILL * n // max(self.lens)) for n in self.lens]
-        pages = math.ceil((max(lens) + TINY_STEPS) / TINY_PAGE_SIZE) + 1
-        return Scale(cfg, self.batch, lens, pages * TINY_PAGE_SIZE, TINY_STEPS, self.tol)
+        pages = math.ceil((max(lens) + VERIFY_STEPS) / TINY_PAGE_SIZE) + 1
+        return Scale(cfg, self.batch, lens, pages * TINY_PAGE_SIZE, VERIFY_STEPS, self.tol)
 
     def hash(self) -> str:
         """Of every field: what a bundle was rendered from."""

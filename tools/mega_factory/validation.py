@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from mega_factory.spec import BANDWIDTHS, Figures, MegaSpec
+from mega_factory.spec import BANDWIDTHS, VERIFY_STEPS, Figures, MegaSpec
 from mega_factory.twins import CORRECT, DROPS
 
 CFG_COUNTS = ("layers", "d", "ffn", "n_q", "n_kv", "hd", "vocab")
@@ -89,8 +89,8 @@ def _lengths(spec: MegaSpec) -> Iterator[str]:
     for field in ("batch", "prefill_len", "max_seq"):
         if getattr(spec, field) < 1:
             yield f"{field}: expected a positive int, got {getattr(spec, field)}"
-    if spec.decode_steps < 2:
-        yield f"decode_steps: expected 2, so that one reads what one wrote, got {spec.decode_steps}"
+    if spec.decode_steps < VERIFY_STEPS:
+        yield f"decode_steps: expected at least the {VERIFY_STEPS} of verify, got {spec.decode_steps}"
     yield from _expect("prefill_lens: their number", spec.batch, len(spec.lens))
     yield from _expect("prefill_len: the most of prefill_lens", max(spec.lens), spec.prefill_len)
     if min(spec.lens) < 1:
