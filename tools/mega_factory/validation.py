@@ -86,11 +86,14 @@ def _cfg(spec: MegaSpec) -> Iterator[str]:
 
 
 def _lengths(spec: MegaSpec) -> Iterator[str]:
-    for field in ("batch", "prefill_len", "max_seq"):
-        if getattr(spec, field) < 1:
-            yield f"{field}: expected a positive int, got {getattr(spec, field)}"
+    counts = {"batch": spec.batch, "prefill_len": spec.prefill_len, "max_seq": spec.max_seq}
+    for field, value in counts.items():
+        if value < 1:
+            yield f"{field}: expected a positive int, got {value}"
+    if min(counts.values()) < 1:
+        return
     if spec.decode_steps < VERIFY_STEPS:
-        yield f"decode_steps: expected at least the {VERIFY_STEPS} of verify, got {spec.decode_steps}"
+        yield f"decode_steps: expected verify's {VERIFY_STEPS} or more, got {spec.decode_steps}"
     yield from _expect("prefill_lens: their number", spec.batch, len(spec.lens))
     yield from _expect("prefill_len: the most of prefill_lens", max(spec.lens), spec.prefill_len)
     if min(spec.lens) < 1:
@@ -102,9 +105,6 @@ def _lengths(spec: MegaSpec) -> Iterator[str]:
             f"max_seq: expected at least prefill_len + decode_steps ="
             f" {spec.prefill_len + spec.decode_steps}, got {spec.max_seq}"
         )
-    if spec.kind == "paged" and spec.max_seq % spec.cfg["page_size"]:
-        page_size = spec.cfg["page_size"]
-        yield f"max_seq: expected a multiple of page_size = {page_size}, got {spec.max_seq}"
 
 
 def _empty(spec: MegaSpec) -> Iterator[str]:
@@ -125,6 +125,8 @@ def _pages(spec: MegaSpec) -> Iterator[str]:
     if spec.kind != "paged":
         return
     page_size, per_seq = spec.cfg["page_size"], spec.pages_per_seq
+    if spec.max_seq % page_size:
+        yield f"max_seq: expected a multiple of page_size = {page_size}, got {spec.max_seq}"
     wanted = {
         "the pages of a pool": 2 * spec.batch * per_seq,
         "the pages that this batch owns": spec.batch * per_seq,

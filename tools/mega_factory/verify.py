@@ -187,9 +187,9 @@ def measure(spec: MegaSpec, scale_name: str, device: str) -> dict[str, Any]:
     eager = eager_us(step, device)
     kernels, busy = profile(step, device)
     equal = paged_error(spec, scale, device)
-    # Last: a capture that fails may leave its stream unusable.
-    graph, reason = graph_us(step, device)
     where = environment(device)
+    # Last: a capture that fails may leave the GPU's context unusable.
+    graph, reason = graph_us(step, device)
     return {
         "spec": spec.name,
         "scale": scale_name,
