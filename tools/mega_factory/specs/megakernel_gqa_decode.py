@@ -15,7 +15,7 @@ from mega_factory.specs._common import (
 )
 
 NAME = "megakernel-gqa-decode"
-TOL = 5e-2
+TOL = 6e-2
 MEASURED = Figures.load(NAME)
 DROPS = ["never_append", "wrong_kv_head"]
 

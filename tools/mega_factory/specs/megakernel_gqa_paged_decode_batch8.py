@@ -15,7 +15,7 @@ from mega_factory.specs._common import (
 )
 
 NAME = "megakernel-gqa-paged-decode-batch8"
-TOL = 5e-2
+TOL = 6e-2
 CFG = LLAMA_1B | {"page_size": 128}
 MEASURED = Figures.load(NAME)
 DROPS = ["never_append", "ignore_table", "wrong_length", "wrong_kv_head"]

@@ -15,7 +15,7 @@ from mega_factory.specs._common import (
 )
 
 NAME = "megakernel-smollm2-decode"
-TOL = 7e-2
+TOL = 8e-2
 MEASURED = Figures.load(NAME)
 DROPS = ["never_append", "wrong_kv_head"]
 
