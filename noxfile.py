@@ -128,6 +128,7 @@ def lint(session: nox.Session) -> None:
     typed: list[str | Path] = [
         *PACKAGES.glob("*/src/*/"),
         TOOLS / "kernelkit",
+        TOOLS / "mega_factory",
         "noxfile.py",
         *ROOT.glob("ci/*.py"),
     ]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What grading found, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One reason to fail.
+
+    Attributes:
+        check: a stable name, such as `logits` or `foreign_page`.
+        detail: what was expected and what came.
+        run: which run, from 1; None before the first.
+        step: which decode step of the run, from 0; None where it is not about a step.
+    """
+
+    check: str
+    detail: str
+    run: int | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.run is None else f"run {self.run}: "
+        if self.step is not None:
+            place += f"step {self.step}: "
+        return f"{self.check}: {place}{self.detail}"
+
+
+class SolutionError(Exception):
+    """The solution cannot be graded further, for the reason of `finding`."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of a decode step, in microseconds, over all steps after each run's warm-up."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    steps: int
+
+    @classmethod
+    def of(cls, times: list[float]) -> Timing:
+        """Summarises at least one time."""
+        if len(times) == 1:
+            return cls(times[0], times[0], times[0], 1)
+        deciles = statistics.quantiles(times, n=10, method="inclusive")
+        return cls(statistics.median(times), deciles[0], deciles[-1], len(times))
+
+
+@dataclass
+class Report:
+    """A graded solution.
+
+    Attributes:
+        task: name of the bundle's task.
+        hash: hash of its spec.
+        scale: of spec.json, such as `tiny`.
+        device: what it ran on.
+        seed: repeats the grading with the same weights, cache and tokens.
+        tol: the largest relative error of the logits that passes.
+        floor_us: least time of a step that the task's traffic allows, if known here.
+        baselines: times in us to compare with, by name, those known here.
+        findings: every reason to fail; empty if the solution passes.
+        errors: the worst relative error of each run's logits.
+        timing: None if no step was timed.
+    """
+
+    task: str
+    hash: str
+    scale: str
+    device: str
+    seed: int
+    tol: float
+    floor_us: float | None = None
+    baselines: dict[str, float] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    timing: Timing | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def speed(self) -> dict[str, float]:
+        """The floor over the median, and how many times faster than each baseline it is."""
+        if self.timing is None:
+            return {}
+        median = self.timing.median_us
+        of_floor = {} if self.floor_us is None else {"fraction_of_floor": self.floor_us / median}
+        faster = {f"speedup_over_{name}": us / median for name, us in self.baselines.items()}
+        return of_floor | faster
+
+    def json(self) -> str:
+        """Everything, with `verdict` and `speed`; an error that is not finite is null."""
+        errors = [error if error < float("inf") else None for error in self.errors]
+        fields: dict[str, Any] = {"verdict": "pass" if self.passed else "fail", **asdict(self)}
+        return json.dumps(fields | {"errors": errors, "speed": self.speed()}, indent=2)
+
+    def text(self) -> str:
+        """The verdict, and every finding on a line of its own."""
+        lines = [
+            f"{self.task} ({self.hash}), {self.scale}, {self.device}, --seed {self.seed}",
+            # Indented, what the solution printed cannot be taken for a line of the report.
+            *(f"FAIL {finding}".replace("\n", "\n    ") for finding in self.findings),
+        ]
+        if self.errors:
+            errors = ", ".join(f"{error:.3g}" for error in self.errors)
+            lines.append(f"worst relative error of each run: {errors}; allowed {self.tol:g}")
+        if self.timing is not None:
+            t = self.timing
+            lines.append(
+                f"step: median {t.median_us:.1f} us, p10 {t.p10_us:.1f}, p90 {t.p90_us:.1f} "
+                f"({t.steps} steps)"
+            )
+        lines += [f"{name}: {value:.3f}" for name, value in self.speed().items()]
+        lines.append("PASS" if self.passed else "FAIL")
+        return "\n".join(lines)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A task as data: model, fixture, tolerance, figures and texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+Cfg = dict[str, Any]
+Kind = Literal["paged", "contiguous"]
+
+# Datasheet rates in TB/s, by the folder of `measured` that holds that GPU's measurements.
+BANDWIDTHS = {"h200": 4.8}
+MEASURED = Path(__file__).parent / "measured"
+
+# What `verify` runs for every error: steps in a row, and seeds of weights, cache and tokens.
+VERIFY_STEPS = 8
+VERIFY_SEEDS = 2
+
+# Values of cfg at tiny scale; the ratio of query to KV heads is that of the full one.
+TINY: Cfg = {"layers": 2, "d": 64, "ffn": 128, "n_kv": 2, "hd": 16, "vocab": 256}
+TINY_PAGE_SIZE = 8
+TINY_PREFILL = 29
+
+
+class SpecError(ValueError):
+    """A spec that contradicts itself; `violations` are the sentences of its message."""
+
+    def __init__(self, name: str, violations: list[str]) -> None:
+        super().__init__("\n  ".join([f"{name}:", *violations]))
+        self.violations = violations
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of a task at full scale, and where.
+
+    Attributes:
+        measured_on: where, such as the name of a GPU.
+        kernels: that the reference launches per step.
+        eager_us: microseconds of a step of the reference.
+        busy_us: the part of it in which the GPU is busy.
+        graph_us: microseconds of its CUDA graph; None if it cannot be captured.
+        errors: worst relative error of each independent implementation, by the names of
+            `twins.CORRECT`.
+        drops: the same of implementations that lack a feature, by the names of `twins.DROPS`.
+        paged_error: relative error between the paged and the contiguous reference.
+    """
+
+    measured_on: str
+    kernels: int
+    eager_us: float
+    busy_us: float
+    graph_us: float | None
+    errors: dict[str, float]
+    drops: dict[str, float]
+    paged_error: float
+
+    @property
+    def floor(self) -> float:
+        """The worst error of a correct implementation."""
+        return max(self.errors.values())
+
+    @classmethod
+    def load(cls, name: str, gpu: str = "h200") -> Figures | None:
+        """What `verify` measured of the task `name`; None if it has not run on that GPU."""
+        path = MEASURED / gpu / f"{name}.json"
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text("utf-8"))
+        if found["spec"] != name or found["scale"] != "full":
+            raise ValueError(
+                f"{path}: expected {name} at full scale, got {found['spec']} at {found['scale']}"
+            )
+        return cls(**{field.name: found[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Perf:
+    """What the performance section of a task says; see `specs._common.perf_md`."""
+
+    floor_us: float
+    eager_us: float | None
+    graph_us: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The size at which a task is graded or verified.
+
+    Attributes:
+        cfg: of the model.
+        batch: sequences.
+        prefill_lens: tokens that the cache holds of each before the first step.
+        max_seq: capacity of the cache per sequence, in tokens.
+        decode_steps: steps of one run.
+        tol: the largest relative error of logits that passes.
+    """
+
+    cfg: Cfg
+    batch: int
+    prefill_lens: list[int]
+    max_seq: int
+    decode_steps: int
+    tol: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegaSpec:
+    """One task: write `build_model` and `decode_step` for this model, cache and context.
+
+    Attributes:
+        name: with hyphens; with underscores it is that of the module in `specs`.
+        unfused_kernels: that the reference launches per step; None while unmeasured.
+        title: heading of the task.
+        blurb: one paragraph.
+        keywords: of the task.
+        cfg: `layers, d, ffn, n_q, n_kv, hd, vocab, eps, theta, wdtype`, with `page_size` for a
+            paged cache, with `tied` false for a model that has an LM head of its own.
+        model_src: text of the reference.
+        batch: sequences.
+        prefill_len: tokens that the cache holds before the first step, the most of any sequence.
+        prefill_lens: of each sequence, if they differ; `pos` is then a tensor (B,).
+        max_seq: capacity of the cache per sequence, in tokens.
+        decode_steps: steps of one run.
+        tol: the largest relative error of logits that passes.
+        drops: names in `twins.DROPS` that the tolerance must tell from correct.
+        arg_doc: arguments of `build_model`, as in the docstring of the solution's template.
+        spec_md: what is computed, in Markdown; so are the other texts.
+        contract_md: a table of the arguments, the result, what may be written.
+        precision_md: where results are rounded, and where the tolerance comes from.
+        correctness_md: what is checked.
+        perf_md: floor, baselines and advice.
+        regime_md: sizes in one paragraph.
+        gpu: that figures, floor and baselines are for, a key of BANDWIDTHS.
+        claimed: figures that the texts state; None if they state those of `measured`.
+        measured: figures that `verify` measured; None while it has not run.
+    """
+
+    name: str
+    unfused_kernels: int | None
+    title: str
+    blurb: str
+    keywords: list[str]
+    cfg: Cfg
+    model_src: str
+    batch: int
+    prefill_len: int
+    max_seq: int
+    decode_steps: int
+    tol: float
+    drops: list[str]
+    arg_doc: str
+    spec_md: str
+    contract_md: str
+    precision_md: str
+    correctness_md: str
+    perf_md: Perf
+    regime_md: str
+    measured: Figures | None
+    claimed: Figures | None = None
+    prefill_lens: list[int] | None = None
+    gpu: str = "h200"
+
+    @property
+    def kind(self) -> Kind:
+        """How the KV cache is stored."""
+        return "paged" if "page_size" in self.cfg else "contiguous"
+
+    @property
+    def per_sequence_pos(self) -> bool:
+        """Whether `pos` is an int64 tensor (B,) on the device, not an int."""
+        return self.prefill_lens is not None
+
+    @property
+    def lens(self) -> list[int]:
+        """Tokens that the cache holds of each sequence before the first step."""
+        return self.prefill_lens or [self.prefill_len] * self.batch
+
+    @property
+    def figures(self) -> Figures | None:
+        """The figures that the texts state."""
+        return self.claimed or self.measured
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Pages that a sequence owns per layer; half of the pool is owned."""
+        page_size: int = self.cfg["page_size"]
+        return math.ceil(self.max_seq / page_size)
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step must read: all but the embedding of an untied model."""
+        cfg: dict[str, int] = self.cfg
+        d, n_q, n_kv = cfg["d"], cfg["n_q"] * cfg["hd"], cfg["n_kv"] * cfg["hd"]
+        layer = 2 * d + 2 * d * n_q + 2 * d * n_kv + 3 * d * cfg["ffn"]
+        return 2 * (cfg["layers"] * layer + d + cfg["vocab"] * d)
+
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that the last step must read."""
+        tokens = sum(self.lens) + self.batch * self.decode_steps
+        cfg: dict[str, int] = self.cfg
+        return 4 * cfg["layers"] * cfg["n_kv"] * cfg["hd"] * tokens
+
+    def floor_us(self) -> float:
+        """Microseconds of that traffic at the datasheet rate."""
+        return (self.weight_bytes() + self.kv_bytes()) / BANDWIDTHS[self.gpu] / 1e6
+
+    def full(self) -> Scale:
+        """The size that the texts describe."""
+        return Scale(self.cfg, self.batch, self.lens, self.max_seq, self.decode_steps, self.tol)
+
+    def tiny(self) -> Scale:
+        """The same task for a CPU in seconds: appends cross a page boundary, lengths differ."""
+        cfg = self.cfg | TINY
+        cfg["n_q"] = TINY["n_kv"] * (self.cfg["n_q"] // self.cfg["n_kv"])
+        if self.kind == "paged":
+            cfg["page_size"] = TINY_PAGE_SIZE
+        lens = [max(1, TINY_PREFILL * n // max(self.lens)) for n in self.lens]
+        pages = math.ceil((max(lens) + VERIFY_STEPS) / TINY_PAGE_SIZE) + 1
+        return Scale(cfg, self.batch, lens, pages * TINY_PAGE_SIZE, VERIFY_STEPS, self.tol)
+
+    def hash(self) -> str:
+        """Of every field: what a bundle was rendered from."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def validate(self) -> MegaSpec:
+        """The spec itself.
+
+        Raises:
+            SpecError: it contradicts itself; the message lists every violation.
+        """
+        from mega_factory.validation import violations
+
+        if found := violations(self):
+            raise SpecError(self.name, found)
+        return self

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong: its third step does not return, and a process of its own would outlive it."""
+
+import subprocess
+import time
+
+from decoder import build_model
+from decoder import decode_step as compute
+
+__all__ = ["build_model", "decode_step"]
+
+
+def decode_step(handle, token_ids, pos):
+    handle.steps = getattr(handle, "steps", 0) + 1
+    if handle.steps == 3:
+        subprocess.Popen(["sleep", "601"], start_new_session=True)
+        time.sleep(600)
+    return compute(handle, token_ids, pos)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mega_factory.__main__ import main
+from mega_factory.spec import Figures
+from mega_factory.specs import load, load_all
+
+NAME = "megakernel-gqa-paged-decode"
+
+
+def test_list(capsys):
+    assert main(["list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(load_all())
+
+
+def test_render_check_grade(tmp_path, capfd):
+    assert main(["render", str(tmp_path), NAME]) == 0
+    assert main(["check", str(tmp_path)]) == 1
+    assert "megakernel-smollm2-decode: missing" in capfd.readouterr().out
+    assert main(["render", str(tmp_path)]) == 0
+    assert main(["check", str(tmp_path)]) == 0
+    bundle = tmp_path / NAME
+    capfd.readouterr()
+    options = ["--scale", "tiny", "--device", "cpu", "--seeds", "1"]
+    assert main(["grade", str(bundle), str(bundle / "solution.py"), *options]) == 1
+    assert "in build_model: NotImplementedError" in capfd.readouterr().out
+
+
+def test_an_unknown_task_is_an_error(tmp_path, capsys):
+    assert main(["render", str(tmp_path), "other"]) == 2
+    assert "mega_factory: spec: expected one of" in capsys.readouterr().err
+
+
+def test_verify_on_a_cpu(tmp_path, capsys):
+    file = tmp_path / "cpu" / "found.json"
+    arguments = ["verify", NAME, "--scale", "tiny", "--device", "cpu", "--json", str(file)]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["paged_error", "0.0", "0.0"] for line in lines)
+    assert any(line.endswith("none: not applicable on cpu") for line in lines)
+    found = json.loads(file.read_text())
+    assert found["environment"]["gpu"] == found["measured_on"] == "cpu"
+    assert found["kernels"] > 100
+    assert found["errors"].keys() == {"fp32_residual", "all_fp32"}
+    assert list(found["drops"]) == load(NAME).drops
+    assert {field.name for field in dataclasses.fields(Figures)} <= found.keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "captured"), [("megakernel-gqa-paged-decode", False), ("megakernel-gqa-decode", True)]
+)
+def test_verify_on_a_gpu(tmp_path, name, captured):
+    file = tmp_path / "found.json"
+    # In a process of its own: a capture that fails may leave the GPU's context unusable.
+    subprocess.run(
+        [sys.executable, "-m", "mega_factory", "verify", name, "--scale", "tiny", "--json", file],
+        check=True,
+    )
+    found = json.loads(file.read_text())
+    assert (found["graph_us"] is not None) == captured
+    assert (found["graph_error"] is None) == captured
+    assert found["paged_error"] == 0
+    assert found["busy_us"] < found["eager_us"]
+    assert found["kernels"] > 60
