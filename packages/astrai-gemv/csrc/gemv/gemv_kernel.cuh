@@ -42,7 +42,9 @@
 // Slots of a whole chunk: no change. Walking through the code once before the wait, for the instruction
 // cache: nothing gained after it, 0.4 us lost to the later start. Half as many CTAs with full tiles at
 // 1024 x 4096: 13 % slower. Shifting weights in registers instead of sorting rows into classes: 20 %
-// slower at M = 8.
+// slower at M = 8. In a decode step of a 1B Llama: an RMSNorm of x and a residual of the output in this
+// kernel, instead of kernels between: 1 % slower; later layers' weights brought to L2 during attention:
+// 2 to 10 % slower; 120 registers, so that a norm's CTA fits beside two of these: 5 % slower.
 #pragma once
 
 #include "astrai/device/async_copy.cuh"
