@@ -325,11 +325,13 @@ def sanitize(session: nox.Session, family: str) -> None:
 
 
 @nox.session(requires=["torch"], default=False)
-@nox.parametrize("family", [nox.param(f, id=f) for f in FAMILIES])
-def bench(session: nox.Session, family: str) -> None:
-    """Measure a family on this machine's GPU, into docs/benchmarks; arguments go to its scripts."""
-    install_for_tests(session, family, "native")
-    for script in sorted((folder_of(family) / "benchmarks").glob("bench_*.py")):
+@nox.parametrize("package", [nox.param(p, id=p) for p in ("core", *FAMILIES)])
+def bench(session: nox.Session, package: str) -> None:
+    """Measure a package on this GPU, into docs/benchmarks; arguments go to its scripts."""
+    install_for_tests(session, package, "native")
+    if package == "core":
+        install_wheels(session, *(wheel(session, family, "native") for family in FAMILIES))
+    for script in sorted((folder_of(package) / "benchmarks").glob("bench_*.py")):
         session.run("python", script, "--results", "docs/benchmarks", *session.posargs)
 
 

@@ -65,6 +65,7 @@ CHANGES = {
     "duplicate": duplicate,
 }
 REQUIREMENTS = {
+    "attention_alone": ["astrai-attention"],
     "core_alone": ["astrai-core"],
     "gemv_alone": ["astrai-gemv"],
     "two_families": ["astrai-core[attention,gemv]"],
