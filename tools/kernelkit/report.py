@@ -18,7 +18,7 @@ from kernelkit.results import Row, load, markdown
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
         "attn_decode": ("cudnn", "flash", "astrai"),
-        "attn_paged_decode": ("flashinfer", "astrai"),
+        "attn_paged_decode": ("flashinfer", "astrai", "astrai-capacity131072"),
         "attn_prefill": ("flash", "cudnn", "astrai", "astrai-paged16"),
         "rotary_emb": ("torch", "astrai", "copy"),
         "host": ("torch", "astrai"),

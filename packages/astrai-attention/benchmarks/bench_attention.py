@@ -5,7 +5,8 @@ A figure is the time per node of a CUDA graph whose operands come from HBM; see 
 Providers: `astrai`, `torch` (unfused torch ops), and `copy` (torch's copy of the same tensor: what
 the memory system gives); `cudnn` and `flash` (of scaled_dot_product_attention, over contiguous
 tensors), and of decode over pages `flashinfer`, if it is installed: the faster of its two kernels.
-`astrai-paged16` is prefill over pages of 16 tokens, in any order.
+`astrai-paged16` is prefill over pages of 16 tokens, in any order; `astrai-capacity131072` is decode
+with a plan for sequences of up to that many tokens, as a graph that outlives its lengths has.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ ROTARY_HEADS = (32, 8)
 ROTARY_HEAD_DIM = 128
 # A copy of less is all launch.
 COPY_BYTES = 64_000_000
+PAGE_SIZE = 16
 
 
 def randn(*shape: int) -> Tensor:
@@ -105,6 +107,8 @@ def bench_rotary(env: Environment) -> Iterator[Row]:
                         error=None if provider == "copy" else max_error(rotary(xs[0])[:1], ref),
                     )
 
+
+CAPACITY = 131072
 
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 Decode = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -207,12 +211,16 @@ def bench_decode(env: Environment) -> Iterator[Row]:
                 "astrai": [partial(paged_decode, table=table, lengths=lengths)],
                 "flashinfer": flashinfer_decodes(case, table),
             }
+            if batch == 1 and page == PAGE_SIZE and kv_len < CAPACITY:
+                # Ids past a sequence's pages are never read.
+                wide = F.pad(table, (0, (CAPACITY - kv_len) // page), value=2**31 - 1)
+                over_capacity = partial(paged_decode, table=wide, lengths=lengths)
+                over_pages[f"astrai-capacity{CAPACITY}"] = [over_capacity]
             for provider, decodes in over_pages.items():
                 if decodes:
                     yield decode_row(env, case, provider, decodes, paged, ref)
 
 
-PAGE_SIZE = 16
 # Queries, of the heads of one KV head, whose float64 reference is compared.
 PREFILL_CHECKED = 256
 
@@ -312,6 +320,13 @@ def bench_host(env: Environment) -> Iterator[Row]:
             provider,
             timing.host_time_us(partial(rotary, x)),
         )
+    case = DecodeCase(1, 64, 32, 8, 128, PAGE_SIZE)
+    q, pool = randn(1, 1, 32, 128), randn(4, PAGE_SIZE, 8, 128)
+    table = torch.arange(4, device="cuda", dtype=torch.int32)[None]
+    lengths = torch.full((1,), 64, device="cuda", dtype=torch.int32)
+    decode = partial(paged_decode, q, pool, pool.clone(), table, lengths)
+    label = f"attn_paged_decode,{case.label}"
+    yield env.row("attention", "host", label, "astrai", timing.host_time_us(decode))
 
 
 BENCHMARKS = {
