@@ -312,16 +312,18 @@ def check_program(session: nox.Session, folder: Path, program: Path, option: str
 @nox.session(requires=["torch"], default=False)
 @nox.parametrize("family", [nox.param(f, id=f) for f in FAMILIES])
 def sanitize(session: nox.Session, family: str) -> None:
-    """Run a family's small GPU tests under memcheck, racecheck and initcheck."""
-    install_for_tests(session, family, "native")
-    for tool in ("memcheck", "racecheck", "initcheck"):
-        # torch's allocator would hide an access past an allocation inside a larger block.
-        session.run(
-            "compute-sanitizer", f"--tool={tool}", "--error-exitcode=1", "--print-limit=20",
-            "python", "-m", "pytest", "--rootdir", folder_of(family), folder_of(family) / "tests",
-            "-p", "kernelkit.no_skips", "-m", "gpu and sanitize", *session.posargs,
-            env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, external=True,
-        )  # fmt: skip
+    """Run a family's small GPU tests under memcheck, racecheck and initcheck, each body's."""
+    for body in (None, *BODIES.get(family, [])):
+        install_for_tests(session, family, "native", body)
+        for tool in ("memcheck", "racecheck", "initcheck"):
+            # torch's allocator would hide an access past an allocation inside a larger block.
+            session.run(
+                "compute-sanitizer", f"--tool={tool}", "--error-exitcode=1", "--print-limit=20",
+                "python", "-m", "pytest", "--rootdir", folder_of(family),
+                folder_of(family) / "tests", "-p", "kernelkit.no_skips",
+                "-m", "gpu and sanitize", *session.posargs,
+                env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, external=True,
+            )  # fmt: skip
 
 
 @nox.session(requires=["torch"], default=False)

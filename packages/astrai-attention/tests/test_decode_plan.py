@@ -103,9 +103,8 @@ def test_many_units_get_small_ctas(head_dim: int, batch: int, warps: int) -> Non
         assert 2 * (found["smem_bytes"] + KB) <= H200.smem_per_sm
 
 
-@pytest.mark.gpu
 def test_the_module_holds_the_body_that_its_plans_name() -> None:
-    """And no other: GPU tests run on a build of each."""
+    """And no other."""
     prefill = _attention.plan_prefill(
         batch=1, q_len=64, kv_len=64, q_tiles=0, q_heads=8, kv_heads=8, head_dim=128,
         masked=False, device=H200,

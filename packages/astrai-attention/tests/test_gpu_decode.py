@@ -238,6 +238,7 @@ def test_nan_scores_give_nan_in_output_and_lse(length: int) -> None:
     clean, clean_lse = attn_decode(q, k, v, mask, return_lse=True)
     q[0, 0, 5, 3] = torch.nan
     k[1, length - 1, 1, 9] = torch.nan
+    v[2] = torch.nan
     out, lse = attn_decode(q, k, v, mask, return_lse=True)
     wrong = torch.zeros(3, 8, dtype=torch.bool)
     wrong[0, 5] = True

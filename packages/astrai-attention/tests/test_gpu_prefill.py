@@ -128,7 +128,9 @@ def test_masks_with_strides() -> None:
 
 @pytest.mark.parametrize("dims", [2, 3, 4])
 def test_a_mask_of_nothing_gives_zeros(dims: int) -> None:
+    """Whatever V holds: 0 * NaN must not get through."""
     q, k, v = qkv(2, 70, 130, (4, 2), 64)
+    v[1] = torch.nan
     shape = {2: (2, 130), 3: (2, 70, 130), 4: (2, 1, 70, 130)}[dims]
     out, lse = attn_prefill(
         q, k, v, torch.zeros(shape, dtype=torch.bool, device=DEVICE), return_lse=True

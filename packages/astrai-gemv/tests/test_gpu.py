@@ -268,9 +268,12 @@ def test_weights_written_by_the_preceding_kernel(in_graph: bool) -> None:
         assert_close_to_reference(result, expected, result, floor=0.05 * expected.std().item())
 
 
-def test_x_written_by_the_preceding_kernel_with_static_weights() -> None:
-    weights = [randn(2048, 2048, scale=2048**-0.5) for _ in range(4)]
-    x = randn(2, 2048)
+@pytest.mark.parametrize("m", [2, 8])
+@pytest.mark.parametrize("k", [2048, 5120, 8192])
+def test_x_written_by_the_preceding_kernel_with_static_weights(k: int, m: int) -> None:
+    """One window of x, and two, of 3 chunks and of 4."""
+    weights = [randn(k, k, scale=k**-0.5) for _ in range(4)]
+    x = randn(m, k)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x

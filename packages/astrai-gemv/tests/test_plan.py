@@ -72,6 +72,13 @@ def test_windows_of_x_are_of_one_size(k: int, window: int) -> None:
     assert plan(k=k)["window"] == window
 
 
+@given(k=st.integers(4097, 2**27))
+def test_the_first_window_fills_the_ring(k: int) -> None:
+    """The ring is filled before griddepcontrol.wait: x of a second window must not be in it."""
+    slots_of_a_chunk, ring = 2, 6
+    assert slots_of_a_chunk * int(plan(k=k)["window"]) >= ring
+
+
 def test_dependent_launch_follows_the_image_not_the_gpu() -> None:
     # compute_80 code has no griddepcontrol.wait: launched early, it would read too early.
     assert plan(H200)["programmatic"] is True

@@ -49,7 +49,7 @@ constexpr int kDecodeArch = 80;
 constexpr int kMergeThreads = 128;
 
 // Fills a warp's ring with the tiles `first`, `first` + `step`, ...
-template <int kHeadDim, int kWarps, class Kv>
+template <int kHeadDim, class Kv>
 struct TileLoader {
   static constexpr bool kPaged = std::is_same_v<Kv, PagedKv>;
   static constexpr int kStages = decode_stages(kDecodeArch, kHeadDim);
@@ -185,12 +185,13 @@ __device__ __forceinline__ void add_part(float2& all, float4& sum, float2 stat, 
   all = make_float2(most, all.y * old_weight + stat.y * weight);
 }
 
-// Four outputs of a query head from the merged sums; without any token zeros, and lse -inf. A NaN sum is
-// not one without tokens: it gives NaN in both.
+// Four outputs of a query head from the merged sums; without any token zeros, and lse -inf, whatever V
+// holds: 0 * NaN is in the sums then. A NaN sum of exponentials is not one without tokens.
 template <int kHeadDim, class Kv>
 __device__ __forceinline__ void store(const DecodeParams<Kv>& p, int batch, int q_head, int d,
                                       float4 sum, float2 all) {
   const bool none = all.y == 0.0f;
+  if (none) sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   const float norm = none ? 0.0f : 1.0f / all.y;
   const uint2 packed =
       make_uint2(pack_bf16(sum.x * norm, sum.y * norm), pack_bf16(sum.z * norm, sum.w * norm));
@@ -201,7 +202,8 @@ __device__ __forceinline__ void store(const DecodeParams<Kv>& p, int batch, int 
         none ? kMinusInfinity : (all.x + log2f(all.y)) * 0.6931471805599453f;
 }
 
-// Stores the newest token of a sequence in the pool: nobody reads it there during this launch. One warp
+// Stores the newest token of a sequence in the pool: nobody reads it there during this launch, loaders
+// take it from where it comes (`fresh`). One warp
 // of the whole grid does so for each KV head, or splits would write the same row many times over.
 template <int kHeadDim>
 __device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch, int head,
@@ -219,7 +221,7 @@ __device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch
 template <class Warp, int kWarps, class Kv>
 __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
   constexpr int kHeadDim = Warp::kHeadDim;
-  using Loader = TileLoader<kHeadDim, kWarps, Kv>;
+  using Loader = TileLoader<kHeadDim, Kv>;
   constexpr int kStages = Loader::kStages;
   extern __shared__ __align__(128) char smem[];
 
@@ -350,7 +352,7 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
   }
 }
 
-// Where no plan for the architecture asks for so many warps, its image has an empty kernel.
+// Where no plan for the architecture asks for so many warps, its image has a kernel that only fails.
 template <int kHeadDim, int kWarps>
 constexpr bool kPlanned = is_decode_warps(kDecodeArch, kHeadDim, kWarps);
 
@@ -358,7 +360,10 @@ template <class Warp, int kWarps, class Kv>
 __global__ void __launch_bounds__(32 * kWarps,
                                   decode_ctas_per_sm(kDecodeArch, Warp::kHeadDim, kWarps))
     decode_kernel(const __grid_constant__ DecodeParams<Kv> p) {
-  if constexpr (kPlanned<Warp::kHeadDim, kWarps>) decode_cta<Warp, kWarps>(p);
+  if constexpr (kPlanned<Warp::kHeadDim, kWarps>)
+    decode_cta<Warp, kWarps>(p);
+  else
+    __trap();
 }
 
 // Merges the splits of one query head. A CTA has threads for its quads several times over; the n-th of a

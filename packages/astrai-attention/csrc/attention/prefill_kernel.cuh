@@ -234,8 +234,9 @@ struct WarpState {
             none ? -INFINITY : (reference[m][half] * scale_log2 + log2f(total)) * kLn2;
 #pragma unroll
         for (int n = 0; n < Shape::kDimTiles; ++n) {
-          out[m][n][2 * half] *= inverse;
-          out[m][n][2 * half + 1] *= inverse;
+          // Not multiplied by 0: where no key was seen, 0 * NaN of V may be in the sums.
+          out[m][n][2 * half] = none ? 0.0f : out[m][n][2 * half] * inverse;
+          out[m][n][2 * half + 1] = none ? 0.0f : out[m][n][2 * half + 1] * inverse;
         }
       }
   }

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillCtasPerSm)
     }
   }
 
-  // Rows that saw no key: 0, -inf. A NaN is a sum of some.
+  // Rows that saw no key: 0, -inf, though 0 * NaN of V may be in the sums. A NaN is a sum of some.
   cp_async_wait<0>();
   if (!exists) return;
   const bool none = state.sum == 0.0f;
@@ -172,10 +172,11 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillCtasPerSm)
                     state.first_piece;
 #pragma unroll
   for (int piece = 0; piece < kDims / 8; ++piece) {
-    const float* x = state.out + piece * 8;
-    out[piece] = make_uint4(
-        pack_bf16(x[0] * inverse, x[1] * inverse), pack_bf16(x[2] * inverse, x[3] * inverse),
-        pack_bf16(x[4] * inverse, x[5] * inverse), pack_bf16(x[6] * inverse, x[7] * inverse));
+    const auto pair = [&](int i) {
+      const float* x = state.out + piece * 8 + i;
+      return none ? 0 : pack_bf16(x[0] * inverse, x[1] * inverse);
+    };
+    out[piece] = make_uint4(pair(0), pair(2), pair(4), pair(6));
   }
 }
 

@@ -43,11 +43,9 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t sme
                : "r"(smem));
 }
 
-// 16 bytes, or zeros where not `valid`: `global` is then not read and need not be an address.
+// 16 bytes, or zeros where not `valid`.
 __device__ __forceinline__ void cp_async_16_or_zero(uint32_t smem, const void* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global),
-               "r"(valid ? 16 : 0)
-               : "memory");
+  cp_async_16(smem, global, valid ? 16 : 0);
 }
 
 // 2^x; results below the normal range are 0.

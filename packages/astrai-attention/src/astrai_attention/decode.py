@@ -86,7 +86,8 @@ def attn_decode(
             dimension need be contiguous, as long as every row starts on 16 bytes (of q too).
         v: of the shape and the strides of ``k``.
         mask: True keeps a key: bool ``[batch, kv_len]``, ``[batch, 1, kv_len]`` or
-            ``[batch, 1, 1, kv_len]``. A row without any key gives zeros, and lse -inf.
+            ``[batch, 1, 1, kv_len]``. A row without any key gives zeros, and lse -inf. In other
+            rows the V of a masked key has to be finite: it is multiplied by 0.
         is_causal: no effect: the one query is the newest token.
         scale: of the scores, positive; ``head_dim ** -0.5`` when None.
         return_lse: whether to return the natural logarithm of the sum of exponentials too.
@@ -95,8 +96,9 @@ def attn_decode(
         lse: where to put the logarithms, which are then returned: fp32 ``[batch, q_heads, 1]``,
             contiguous.
         workspace: scratch memory, uint8 ``[bytes]`` on 16 bytes, at least `decode_workspace_size`
-            of them. Calls on one stream may share it. With ``out``, this and, if it is wanted,
-            ``lse``, the call allocates nothing.
+            of them. Calls that run one after the other may share it, replays of graphs included;
+            a graph writes to it for as long as it is replayed. With ``out``, this and, if it is
+            wanted, ``lse``, the call allocates nothing.
 
     Returns:
         ``out``; with ``return_lse`` or ``lse`` ``(out, lse)``.
@@ -241,10 +243,11 @@ def decode_workspace_size(
 ) -> int:
     """The bytes of workspace that decode takes for a problem; 0 for many.
 
-    It depends on nothing else, in particular on no length, but is no bound for smaller problems.
+    No entry of ``seq_lens`` matters. It is no bound for smaller problems: for several batch sizes
+    take the largest of theirs.
 
     Args:
-        batch: sequences, as the other sizes those of the call's tensors.
+        batch: sequences, 0 too, as the other sizes those of the call's tensors.
         q_heads: query heads.
         kv_heads: KV heads.
         head_dim: elements of a head.
@@ -255,6 +258,8 @@ def decode_workspace_size(
         ValueError: a problem that decode does not take, or an index without a device.
         RuntimeError: no compiled module, or no code for this GPU.
     """
+    if batch == 0:
+        return 0
     found = native.plan_decode(
         batch=batch,
         q_heads=q_heads,

@@ -84,7 +84,8 @@ def attn_prefill(
             divides q_heads, and query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         v: of the shape and the strides of ``k``.
         mask: bool, True keeps a key: ``[batch, kv_len]``, ``[batch, q_len, kv_len]`` or
-            ``[batch, 1, q_len, kv_len]``, the last dimension contiguous.
+            ``[batch, 1, q_len, kv_len]``, the last dimension contiguous. A masked key's V has to be
+            finite, where another key is kept.
         is_causal: query ``i`` sees keys up to ``kv_len - q_len + i`` only, of those that ``mask``
             keeps.
         scale: positive; ``1 / sqrt(head_dim)`` when None.

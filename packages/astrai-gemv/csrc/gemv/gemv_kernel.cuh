@@ -6,12 +6,12 @@
 // lane reads of row g (g = lane / 4) are its A fragments as they are, and the same 16 bytes of token g
 // its B fragments: no transposition, no ldmatrix.
 //
-// Grid. One CTA per SM, each with an equal, contiguous range of rows, walked in blocks of 4 or 8 tiles
-// of up to 16 rows, all of one size. The 8 warps take chunks of 128 k in turn, so a CTA sweeps its rows
+// Grid. One CTA per SM, each with an equal, contiguous range of rows, walked in blocks of 4 tiles of
+// up to 16 rows, all of one size. The 8 warps take chunks of 128 k in turn, so a CTA sweeps its rows
 // in order. A lane keeps the x of 4 chunks (a window) in registers: all of it for K <= 4,096
 // (kResident), else one window after the other serves all tiles of a block; the first comes by loads, the
-// later ones through the ring, where they are due. The partial sums of the windows, then of the warps,
-// are added in a fixed order through shared memory.
+// later ones through the ring, where they are due (kUnaligned: by loads too). The partial sums of the
+// windows, then of the warps, are added in a fixed order through shared memory.
 //
 // Shared memory. Each warp has a ring of its own, filled by cp.async: the main loop has no CTA
 // barrier. 8 warps x (6 slots x 2 KB + 2 KB of sums) on sm_90: see gemv_traits.h for what fits and why.
@@ -64,7 +64,7 @@ constexpr int kImageArch = 80;
 
 constexpr int kStages = stages_for(kImageArch);
 static_assert(kStages % 2 == 0, "slots hold the halves of chunks in turn");
-static_assert(kStages <= 6, "a first window of several has at least 3 chunks of weights");
+static_assert(kStages <= 6, "x must not be copied before the wait: a first window has 3 chunks");
 
 // Where only one CTA fits, registers are free.
 constexpr int kCtasPerSm = kImageArch >= 90 && kImageArch < 120 ? 2 : 1;

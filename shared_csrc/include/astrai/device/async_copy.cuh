@@ -26,7 +26,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, i
                : "memory");
 }
 
-// Without a policy.
+// For data that others read again: L2 keeps it as it keeps everything.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes)
                : "memory");
