@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import astrai_core
 from astrai_core import generate
-from astrai_core._greedy import by_decode
+from astrai_core._greedy import Decoding
 from astrai_core.decode import (
     build_model,
     decode_step,
@@ -249,7 +249,7 @@ def test_greedy_text_is_that_of_generate(changes):
     network = llama(**changes)
     with torch.inference_mode():
         expected = network.generate(PROMPT, do_sample=False, max_new_tokens=40)
-    tokens = tokens_of(by_decode(from_transformers(network), 49), PROMPT, 40)
+    tokens = tokens_of(Decoding(from_transformers(network), 49), PROMPT, 40)
     assert tokens == expected[0, 9:].tolist()
 
 
@@ -261,6 +261,6 @@ def test_the_packaged_model_differs_from_its_own_text_at_ties_only():
     ids = generate.encode(tokenizer, "What is the capital of France?", network, 16)
     model = from_transformers(network)
     assert model.cfg["tied"] and model.cfg["layers"] == 30
-    tokens = tokens_of(by_decode(model, ids.shape[-1] + 16), ids, 16)
+    tokens = tokens_of(Decoding(model, ids.shape[-1] + 16), ids, 16)
     assert excess_ulps(network, ids, tokens) <= 2
     assert "Paris" in tokenizer.decode(tokens)

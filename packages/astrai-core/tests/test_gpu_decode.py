@@ -17,7 +17,7 @@ from torch import Tensor
 
 import astrai_core
 from astrai_core import doctor
-from astrai_core._greedy import by_decode
+from astrai_core._greedy import Decoding
 from astrai_core.decode import build_model, decode_step, from_transformers, teardown
 from astrai_core.generate import packaged_model
 from astrai_core.integrations.transformers import read_model
@@ -237,8 +237,11 @@ def test_greedy_text_differs_from_transformers_at_ties_only(
     ids = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"].to("cuda")
-    with astrai_core.use(decode=implementation), astrai_core.explain() as report:
-        forward = by_decode(from_transformers(network), ids.shape[-1] + 128)
+    with (
+        astrai_core.use(decode=implementation),
+        astrai_core.explain() as report,
+        contextlib.closing(Decoding(from_transformers(network), ids.shape[-1] + 128)) as forward,
+    ):
         tokens = tokens_of(forward, ids, 128)
     assert {row.chosen for row in report.rows if row.op == "decode"} == {implementation}
     assert excess_ulps(network, ids, tokens) <= 2

@@ -30,10 +30,11 @@ class Decoder(Protocol):
 
 
 class Handle:
-    """What `build_model` returns: opaque, but for the implementation that decodes.
+    """What `build_model` returns: opaque, but for what decodes and why.
 
     Attributes:
         implementation: ``torch``, ``composed`` or ``megakernel``.
+        passed_over: why the others do not decode.
     """
 
     def __init__(self, problem: Problem, selection: Selection, decoder: Decoder) -> None:
@@ -43,7 +44,7 @@ class Handle:
         self._max_seq_len = problem.max_seq_len
         self._device = problem.device
         self._dtype = str(problem.config.dtype).removeprefix("torch.")
-        self._passed_over = selection.passed_over
+        self.passed_over = selection.passed_over
         c = problem.config
         self._record(
             f"build_model: {c.layers} layers of {c.d}, {self._batch} sequences up to "
@@ -79,7 +80,7 @@ class Handle:
                 self._dtype,
                 str(self._device),
                 self.implementation,
-                self._passed_over,
+                self.passed_over,
             )
 
 
