@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,23 +15,13 @@ from transformers import LlamaForCausalLM
 import astrai_core
 from astrai_core import generate
 from astrai_core._greedy import Decoding
-from conftest import Site
-
-STANDIN = Path(__file__).with_name("decode_standin.py").read_text("utf-8")
-OPS = {
-    "gemv": ("bf16_gemv", "bf16_swiglu", "add_rms_norm"),
-    "attention": ("rotary_emb", "attn_paged_decode"),
-}
 
 
 @pytest.fixture
-def on_gpu(site: Site, seen_as_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All tensors seem to be on a GPU, for which the families are installed."""
-    del seen_as_gpu
-    for family, ops in OPS.items():
-        site.add(family, native={"_native.py": STANDIN}, OPS=dict.fromkeys(ops, ("bfloat16",)))
+def on_gpu(kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors and models seem to be on a GPU, for which the families are installed."""
+    del kernels
     monkeypatch.setattr(LlamaForCausalLM, "device", torch.device("cuda", 0))
-    return iter(())
 
 
 def route() -> tuple[str | None, Any]:

@@ -57,7 +57,9 @@ class TorchDecoder:
         problem, c = self._problem, self._problem.config
         weights = problem.weights
         if isinstance(pos, Tensor):
-            pos = pos.expand(problem.cache.batch)
+            # The same positions; but one that is out of range, which an index would take for one
+            # from the end if it is negative, is an assertion of the device.
+            pos = self._positions.index_select(0, pos.reshape(-1)).expand(problem.cache.batch)
         place = self._place(pos)
         angles = self._angles[pos].expand(problem.cache.batch, c.hd)[:, None]
         cos, sin = angles.chunk(2, -1)
@@ -71,7 +73,12 @@ class TorchDecoder:
         return F.linear(rms_norm(x, weights.final_norm, c.eps), weights.lm_head)
 
     def close(self) -> None:
-        """Nothing is held but the arguments."""
+        """Nothing is held but tensors."""
+
+    def tensors(self) -> list[Tensor]:
+        """What was allocated here."""
+        found = [self._angles, self._rows, self._positions]
+        return found if self._table is None else [*found, self._table]
 
     def _place(self, pos: int | Tensor) -> _Place:
         size = self._problem.cache.page_size
