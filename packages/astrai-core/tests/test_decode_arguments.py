@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_model import LLAMA3, Model, pools
+from decode_model import LLAMA3, Model, copy_of, same_bits
 
 from astrai_core.decode import build_model, decode_step, teardown
 
@@ -228,11 +228,10 @@ STEPS: list[tuple[Any, Any, type[Exception], str]] = [
 def test_steps_that_do_not_fit(ids: Any, pos: Any, error: type[Exception], words: str) -> None:
     arguments = Arguments()
     handle = arguments.build()
-    before = [pool.clone() for pool in pools(arguments.kv)]
+    before = copy_of(arguments.kv)
     with pytest.raises(error, match=f"^{words}$"):
         decode_step(handle, ids, pos)
-    for pool, old in zip(pools(arguments.kv), before, strict=True):
-        assert torch.equal(pool.view(torch.int32), old.view(torch.int32))
+    assert same_bits(arguments.kv, before)
 
 
 @pytest.mark.parametrize("function", [teardown, lambda h: decode_step(h, IDS, 0)])
@@ -278,5 +277,4 @@ def test_autocast_changes_nothing() -> None:
         logits = decode_step(handle, torch.tensor([1]), 3)
         assert torch.is_autocast_enabled("cpu")
     assert torch.equal(logits, expected)
-    for ours, theirs in zip(pools(caches[1]), pools(caches[0]), strict=True):
-        assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+    assert same_bits(*caches)

@@ -51,7 +51,7 @@ class MegakernelDecoder:
         self._dtype, self._device = problem.config.dtype, problem.device
         # An inference tensor could not be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            self._positions = torch.arange(problem.max_seq_len, device=problem.device)
+            self._positions = torch.arange(problem.max_seq_len, device=problem.device)[:, None]
             self._table = [] if problem.cache.table is None else [problem.cache.table]
             self._handle = package.build_model(
                 _weights(problem), _cache(problem), dict(cfg), problem.max_seq_len
@@ -65,7 +65,7 @@ class MegakernelDecoder:
             RuntimeError: the package returned something else.
         """
         if isinstance(pos, Tensor):
-            # The same positions; one that is out of range is an assertion of the device.
+            # The same positions, of which one that is out of range is an assertion of the device.
             pos = self._positions.index_select(0, pos.reshape(-1)).view(pos.shape)
         return self._checked(self._package.decode_step(self._handle, token_ids, pos))
 

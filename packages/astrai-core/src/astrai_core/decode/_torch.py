@@ -57,11 +57,14 @@ class TorchDecoder:
         problem, c = self._problem, self._problem.config
         weights = problem.weights
         if isinstance(pos, Tensor):
-            # The same positions; but one that is out of range, which an index would take for one
-            # from the end if it is negative, is an assertion of the device.
-            pos = self._positions.index_select(0, pos.reshape(-1)).expand(problem.cache.batch)
+            # Before anything is written: an index would take a negative position for one from the
+            # end, but `index_select` asserts on the device that it is none.
+            angles = self._angles.index_select(0, pos.reshape(-1))
+            pos = pos.expand(problem.cache.batch)
+        else:
+            angles = self._angles[pos]
         place = self._place(pos)
-        angles = self._angles[pos].expand(problem.cache.batch, c.hd)[:, None]
+        angles = angles.expand(problem.cache.batch, c.hd)[:, None]
         cos, sin = angles.chunk(2, -1)
         x = F.embedding(token_ids, weights.embed)
         for number, layer in enumerate(weights.layers):
