@@ -22,17 +22,17 @@ from ._arguments import Problem
 from ._cache import Cache
 from ._memory import extent
 
-__all__ = ["ComposedDecoder", "obstacle"]
+__all__ = ["KERNELS", "ComposedDecoder", "obstacle"]
 
 MAX_PAGE_SIZE = 256
 
-_KERNELS = {
-    "bf16_gemv": "gemv",
-    "bf16_swiglu": "gemv",
-    "add_rms_norm": "gemv",
-    "rotary_emb": ATTENTION,
-    "attn_paged_decode": ATTENTION,
+KERNELS = {
+    "gemv": ("bf16_gemv", "bf16_swiglu", "add_rms_norm"),
+    ATTENTION: ("rotary_emb", "attn_paged_decode"),
 }
+"""The ops that a step calls, by family."""
+
+_FAMILIES = {op: family for family, ops in KERNELS.items() for op in ops}
 
 
 def obstacle(problem: Problem) -> str | None:
@@ -51,7 +51,7 @@ def obstacle(problem: Problem) -> str | None:
     reason = _obstacle_in_weights(problem) or _obstacle_in_cache(cache) or observer()
     if reason is not None:
         return reason
-    return next((why for op in _KERNELS if (why := _kernel(op, problem.gpu)[1])), None)
+    return next((why for op in _FAMILIES if (why := _kernel(op, problem.gpu)[1])), None)
 
 
 def _obstacle_in_weights(problem: Problem) -> str | None:
@@ -92,7 +92,7 @@ def _obstacle_in_cache(cache: Cache) -> str | None:
 
 
 def _kernel(op: str, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
-    spec = OpSpec("decode", _KERNELS[op], op, VARIABLES["decode"][0])
+    spec = OpSpec("decode", _FAMILIES[op], op, VARIABLES["decode"][0])
     return kernel_for(spec, gpu)
 
 
@@ -131,7 +131,7 @@ class ComposedDecoder:
     def __init__(self, problem: Problem) -> None:
         c, device, batch = problem.config, problem.device, problem.cache.batch
         self._config, self._weights, self._batch = c, problem.weights, batch
-        self._op: dict[str, Any] = {name: _kernel(name, problem.gpu)[0] for name in _KERNELS}
+        self._op: dict[str, Any] = {name: _kernel(name, problem.gpu)[0] for name in _FAMILIES}
         # An inference tensor could not be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._layers = [

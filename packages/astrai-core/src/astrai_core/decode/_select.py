@@ -12,9 +12,10 @@ from astrai_core.policy import TORCH, VARIABLES, mode, selected
 from . import _composed, _megakernel
 from ._arguments import Problem
 
-__all__ = ["COMPOSED", "MEGAKERNEL", "Selection", "select"]
+__all__ = ["COMPOSED", "COMPOSED_KERNELS", "MEGAKERNEL", "Selection", "select", "supports"]
 
 COMPOSED, MEGAKERNEL = "composed", "megakernel"
+COMPOSED_KERNELS = _composed.KERNELS
 
 
 _Question = Callable[[], tuple[Any, str | None]]
@@ -62,6 +63,13 @@ def select(problem: Problem, cfg: Mapping[str, Any]) -> Selection:
         other = MEGAKERNEL if name == COMPOSED else COMPOSED
         return Selection(TORCH, {name: obstacle, other: why.format(name)})
     return _by_table(problem, questions)
+
+
+def supports(
+    weights: Mapping[str, Any], kv_cache: Any, cfg: Mapping[str, Any], max_seq_len: int
+) -> bool:
+    """Whether the megakernel is there for arguments of `build_model`, and takes them."""
+    return _megakernel.obstacle(Problem.parse(weights, kv_cache, cfg, max_seq_len), cfg)[1] is None
 
 
 def _by_table(problem: Problem, questions: dict[str, _Question]) -> Selection:
