@@ -125,8 +125,8 @@ def from_transformers(model: nn.Module) -> Llama:
 def kv_cache_of(cache: PagedKVCache, seqs: Sequence[int]) -> dict[str, Any]:
     """The `kv_cache` of `build_model` for sequences of a cache, over the pages that they have now.
 
-    Reserve all pages first: the table is fixed for a handle. `decode_step` writes past the lengths
-    that the cache knows, which stay as they are; a ``begin_step`` of the same tokens follows them.
+    Reserve all pages first: the table is fixed for a handle. The cache does not learn of the tokens
+    that `decode_step` appends: its lengths stay those of before, until `begin_step` adds as many.
 
     Args:
         cache: the cache.
@@ -136,7 +136,8 @@ def kv_cache_of(cache: PagedKVCache, seqs: Sequence[int]) -> dict[str, Any]:
     Raises:
         ValueError: a sequence is unknown, named twice or without pages; or a page that its next
             tokens go to belongs to another sequence too, as after a `fork`. `PagedKVCache.reserve`
-            gives it a copy of that page. A `fork` after this function is not seen.
+            gives it a copy of that page. A later `fork` is not seen: the handle then writes to a
+            page that both have.
     """
     if len(set(seqs)) != len(seqs):
         raise ValueError(f"seqs: expected different sequences, got {[*seqs]}")
