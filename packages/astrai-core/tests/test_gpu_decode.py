@@ -16,10 +16,9 @@ from tiny_llama import excess_ulps, tokens_of
 from torch import Tensor
 
 import astrai_core
-from astrai_core import doctor
+from astrai_core import doctor, generate
 from astrai_core._greedy import Decoding
 from astrai_core.decode import build_model, decode_step, from_transformers, teardown
-from astrai_core.generate import packaged_model
 from astrai_core.integrations.transformers import read_model
 
 pytestmark = pytest.mark.gpu
@@ -313,8 +312,19 @@ PROMPTS = [
 def smollm() -> Any:
     """The packaged model, or the one that ASTRAI_TEST_MODEL names."""
     named = os.environ.get("ASTRAI_TEST_MODEL")
-    network, tokenizer = read_model(Path(named) if named else packaged_model(), lambda *_: None)
+    network, tokenizer = read_model(
+        Path(named) if named else generate.packaged_model(), lambda *_: None
+    )
     return network.to("cuda").eval(), tokenizer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generate_runs_kernels_whatever_the_table_says(smollm: Any) -> None:
+    network, _ = smollm
+    ids = torch.tensor([[1, 2, 3]], device="cuda")
+    with astrai_core.explain() as report, generate.routed(network, 8) as forward:
+        tokens_of(forward, ids, 4)
+    assert any(row.chosen not in ("torch", "torch_native") for row in report.rows)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -210,8 +210,8 @@ class ComposedDecoder:
 
     def _head(self) -> None:
         # `index_select` knows no negative index: an id or a position that is out of range is an
-        # assertion of the device. The kernel takes lengths below 0 and past its table for the
-        # nearest that is none, so that it leaves a sequence's own pages in no case.
+        # assertion of the device. Even without one only a sequence's own pages would be written:
+        # the kernel clamps lengths to 0 and to what its table holds.
         torch.index_select(self._weights.embed, 0, self._token_ids, out=self._x)
         torch.index_select(self._angles, 0, self._pos, out=self._turns)
         torch.add(self._pos, 1, out=self._lengths)
