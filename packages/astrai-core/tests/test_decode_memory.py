@@ -18,10 +18,9 @@ from astrai_core.decode._memory import is_distinct, share
 
 
 def addresses(x: Tensor) -> list[int]:
-    """Offset of each element in its storage."""
-    dims = [range(0, n * stride, stride) if stride else [0] * n for n, stride in
-            zip(x.shape, x.stride(), strict=True)]  # fmt: skip
-    return [x.storage_offset() + sum(at) for at in itertools.product(*dims)]
+    """Where each element of a view of `ROOM` is in it."""
+    places = torch.arange(ROOM.numel()).as_strided(x.shape, x.stride(), x.storage_offset())
+    return places.flatten().tolist()
 
 
 ROOM = torch.zeros(400, dtype=torch.bfloat16)
