@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from astrai_core import device, discovery, policy
+from astrai_core import device, discovery, policy, tables
+from astrai_core.tables import Row
 
 EXTENSION = "_native" + importlib.machinery.EXTENSION_SUFFIXES[0]
 
@@ -187,3 +188,34 @@ def install_attention(site: Site, **manifest: Any) -> Any:
     options = {"OPS": dict.fromkeys(ops, ("bfloat16",)), **manifest}
     package = site.add("attention", native={"_native.py": source}, **options)
     return site.native_of(package)
+
+
+def install_decode(site: Site) -> dict[str, ModuleType]:
+    """Installs the stand-in families of composed decode and returns their native modules."""
+    source = Path(__file__).with_name("decode_standin.py").read_text("utf-8")
+    families = {
+        "gemv": ("bf16_gemv", "bf16_swiglu", "add_rms_norm"),
+        "attention": ("rotary_emb", "attn_paged_decode"),
+    }
+    packages = {
+        family: site.add(
+            family, native={"_native.py": source}, OPS=dict.fromkeys(ops, ("bfloat16",))
+        )
+        for family, ops in families.items()
+    }
+    return {family: site.native_of(package) for family, package in packages.items()}
+
+
+@pytest.fixture
+def kernels(site: Site, seen_as_gpu: None) -> dict[str, ModuleType]:
+    """Stand-in families with all ops of a step, on a GPU where all tensors seem to be."""
+    del seen_as_gpu
+    return install_decode(site)
+
+
+@pytest.fixture
+def preferred(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """The measured table, to be filled by the test."""
+    rows: list[Row] = []
+    monkeypatch.setattr(tables, "rows_for", lambda _: tuple(rows))
+    return rows

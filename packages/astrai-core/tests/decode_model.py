@@ -119,6 +119,36 @@ def written(cache: Any, layer: int, side: int, b: int, pos: int) -> Tensor:
     return slot
 
 
+def copy_of(cache: Any) -> Any:
+    """A copy of a cache of either kind, bit by bit."""
+    if isinstance(cache, list):
+        return [tuple(pool.clone() for pool in pair) for pair in cache]
+    return {**cache, **{side: [pool.clone() for pool in cache[side]] for side in "kv"}}
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two caches of a kind hold the same, NaNs of the same bits included."""
+    return all(torch.equal(bits(x), bits(y)) for x, y in zip(pools(a), pools(b), strict=True))
+
+
+def bits(x: Tensor) -> Tensor:
+    """A view of the numbers' bits."""
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def take_back(cache: Any, before: Any, positions: list[int]) -> None:
+    """Puts what a cache held before in the place of a new token of each sequence.
+
+    The bits, and not another NaN: NaNs of a conversion differ from those of `fill_`.
+    """
+    for layer in range(len(pools(cache)) // 2):
+        for side in (0, 1):
+            for b, pos in enumerate(positions):
+                new, old = (written(x, layer, side, b, pos) for x in (cache, before))
+                assert new.isfinite().all()
+                bits(new).copy_(bits(old))
+
+
 def pools(cache: Any) -> list[Tensor]:
     """All tensors of keys and values of a cache of either kind."""
     if isinstance(cache, list):

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from decode_model import LLAMA3, Model, pools
+from decode_model import LLAMA3, Model, copy_of, same_bits
 
 from astrai_core.decode import build_model, decode_step, teardown
 
@@ -53,6 +54,9 @@ VALUE_ERRORS: list[tuple[Callable[[Arguments], Any], str]] = [
     (replace("cfg", "hd", 31), r"cfg\['hd'\]: expected an even number, got 31"),
     (replace("cfg", "layers", 0), r"cfg\['layers'\]: expected at least 1, got 0"),
     (replace("cfg", "eps", -1.0), "cfg: expected eps >= 0 and theta > 0, got -1.0 and 10000.0"),
+    (replace("cfg", "eps", math.inf), r"cfg\['eps'\]: expected a finite number, got inf"),
+    (replace("cfg", "theta", math.nan), r"cfg\['theta'\]: expected a finite number, got nan"),
+    (replace("cfg", "theta", 10**400), r"cfg\['theta'\]: expected a finite number, got inf"),
     (replace("cfg", "wdtype", "fp8"), r"cfg\['wdtype'\]: expected one of bf16, .*, got 'fp8'"),
     (
         replace("cfg", "rope_scaling", {"rope_type": "yarn"}),
@@ -64,7 +68,35 @@ VALUE_ERRORS: list[tuple[Callable[[Arguments], Any], str]] = [
     ),
     (
         replace("cfg", "rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}),
-        "expected factor > 0 and high_freq_factor > low_freq_factor > 0",
+        "factor > 0, .* and high_freq_factor > low_freq_factor > 0, got",
+    ),
+    (
+        replace("cfg", "rope_scaling", {**LLAMA3, "original_max_position_embeddings": 0}),
+        "original_max_position_embeddings > 0 and",
+    ),
+    (
+        replace("cfg", "rope_scaling", {**LLAMA3, "original_max_position_embeddings": math.nan}),
+        r"\['original_max_position_embeddings'\]: expected a finite number, got nan",
+    ),
+    (
+        replace("weights", "embed", torch.zeros(100, 64).to_sparse()),
+        r"weights\['embed'\]: expected a strided tensor, got torch.sparse_coo",
+    ),
+    (
+        replace("weights", "embed", torch.zeros(100, 64, device="meta")),
+        r"weights\['embed'\]: expected a tensor with memory, got one on meta",
+    ),
+    (
+        lambda a: a.kv.update(dict.fromkeys("kv", [torch.zeros(0, 2, 8, 32)] * 2)),
+        r"kv_cache\['k'\]\[0\]: expected at least one page, got none",
+    ),
+    (
+        lambda a: a.kv["page_table"].__setitem__((1, 4), a.kv["page_table"][1, 0]),
+        r"kv_cache\['page_table'\]: expected different pages in a row, got \d+ twice in 1",
+    ),
+    (
+        lambda a: a.contiguous().__setitem__(1, a.kv[1][:1]),
+        r"kv_cache\[1\]: expected a pair \(k, v\), got 1$",
     ),
     (replace("cfg", "page_size", 16), r"kv_cache\['page_size'\]: expected that of cfg, 16, got 8"),
     (drop("weights", "embed"), "weights: expected the keys embed, got"),
@@ -83,7 +115,7 @@ VALUE_ERRORS: list[tuple[Callable[[Arguments], Any], str]] = [
         r"\['down'\]: expected a tensor on cpu, got meta",
     ),
     (drop("kv", "page_table"), "kv_cache: expected the keys page_table, got"),
-    (lambda a: a.kv["v"].pop(), r"kv_cache\['v'\]: expected a list of 2 tensors"),
+    (lambda a: a.kv["v"].pop(), r"kv_cache\['v'\]: expected a list of 2 tensors, got 1$"),
     (
         lambda a: a.kv["v"].__setitem__(1, a.kv["v"][1][:, :1]),
         r"kv_cache\['v'\]\[1\]: expected shape \[20, 2, 8, 32\], got \[20, 1, 8, 32\]",
@@ -105,7 +137,7 @@ VALUE_ERRORS: list[tuple[Callable[[Arguments], Any], str]] = [
         "max_seq_len: expected at most the 40 tokens that kv_cache holds, got 41",
     ),
     (put(max_seq_len=0), "max_seq_len: expected at least 1, got 0"),
-    (lambda a: a.contiguous().pop(), r"kv_cache: expected 2 pairs \(k, v\), got 1 items"),
+    (lambda a: a.contiguous().pop(), r"kv_cache: expected 2 pairs \(k, v\), got 1$"),
     (
         lambda a: a.contiguous().__setitem__(1, (torch.zeros(2, 2, 39, 32),) * 2),
         r"kv_cache\[1\]\[0\]: expected shape \[2, 2, 40, 32\], got \[2, 2, 39, 32\]",
@@ -119,6 +151,19 @@ TYPE_ERRORS: list[tuple[Callable[[Arguments], Any], str]] = [
     (put(cfg=[]), "cfg: expected a dict, got list"),
     (put(weights=None), "weights: expected a dict, got NoneType"),
     (put(kv=torch.zeros(2)), "kv_cache: expected a dict of page pools or a list"),
+    (
+        replace("kv", "k", torch.zeros(2, 20, 2, 8, 32)),
+        r"kv_cache\['k'\]: expected a list of 2 tensors, got Tensor",
+    ),
+    (
+        put(kv=[torch.zeros(2, 2, 2, 40, 32)] * 2),
+        r"kv_cache\[0\]: expected a pair \(k, v\), got Tensor",
+    ),
+    (replace("cfg", "page_size", 8.0), r"cfg\['page_size'\]: expected an int, got 8.0"),
+    (
+        replace("cfg", "page_size", torch.tensor(8)),
+        r"cfg\['page_size'\]: expected an int, got tensor\(8\)",
+    ),
     (put(max_seq_len=40.0), "max_seq_len: expected an int, got 40.0"),
     (replace("cfg", "d", "64"), r"cfg\['d'\]: expected an int, got '64'"),
     (replace("cfg", "eps", None), r"cfg\['eps'\]: expected a number, got None"),
@@ -163,6 +208,12 @@ STEPS: list[tuple[Any, Any, type[Exception], str]] = [
     (IDS[None], 13, ValueError, r"token_ids: expected shape \[2\], got \[1, 2\]"),
     (IDS.int(), 13, TypeError, "token_ids: expected torch.int64, got torch.int32"),
     (IDS.to("meta"), 13, ValueError, "token_ids: expected a tensor on cpu, got meta"),
+    (IDS.to_sparse(), 13, ValueError, "token_ids: expected a strided tensor, got torch.sparse_coo"),
+    (IDS - 2, 13, ValueError, "token_ids: expected 0 to 99, got -1 to 0"),
+    (IDS + 98, 13, ValueError, "token_ids: expected 0 to 99, got 99 to 100"),
+    (IDS, torch.tensor(-1), ValueError, "pos: expected 0 to 39, got -1"),
+    (IDS, torch.tensor([13, -27]), ValueError, "pos: expected 0 to 39, got -27 to 13"),
+    (IDS, torch.tensor([40, 13]), ValueError, "pos: expected 0 to 39, got 13 to 40"),
     (IDS, -1, ValueError, "pos: expected 0 to 39, got -1"),
     (IDS, 40, ValueError, "pos: expected 0 to 39, got 40"),
     (IDS, 13.0, TypeError, "pos: expected an int or a tensor, got float"),
@@ -177,14 +228,53 @@ STEPS: list[tuple[Any, Any, type[Exception], str]] = [
 def test_steps_that_do_not_fit(ids: Any, pos: Any, error: type[Exception], words: str) -> None:
     arguments = Arguments()
     handle = arguments.build()
-    before = [pool.clone() for pool in pools(arguments.kv)]
+    before = copy_of(arguments.kv)
     with pytest.raises(error, match=f"^{words}$"):
         decode_step(handle, ids, pos)
-    for pool, old in zip(pools(arguments.kv), before, strict=True):
-        assert torch.equal(pool.view(torch.int32), old.view(torch.int32))
+    assert same_bits(arguments.kv, before)
 
 
 @pytest.mark.parametrize("function", [teardown, lambda h: decode_step(h, IDS, 0)])
 def test_another_handle(function: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match="handle: expected that of build_model, got dict"):
         function({})
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_pools_of_inference_mode_are_used_in_it_only(kind: str) -> None:
+    model = Model([3])
+    with torch.inference_mode():
+        cache = model.cache(kind)
+        handle = build_model(model.weights, cache, model.cfg, 40)
+        decode_step(handle, torch.tensor([1]), 3)
+    words = r"^kv_cache\[.*\]: expected a tensor that can be written to here, got an inference"
+    with pytest.raises(ValueError, match=words):
+        build_model(model.weights, cache, model.cfg, 40)
+    with pytest.raises(RuntimeError, match=r"^handle: expected inference mode, as its"):
+        decode_step(handle, torch.tensor([1]), 4)
+
+
+def test_a_table_and_weights_of_inference_mode_are_used_anywhere() -> None:
+    model = Model([3])
+    cache = model.paged()
+    with torch.inference_mode():
+        cache["page_table"] = cache["page_table"].clone()
+        weights = {**model.weights, "embed": model.weights["embed"].clone()}
+    handle = build_model(weights, cache, model.cfg, 40)
+    assert decode_step(handle, torch.tensor([1]), 3).isfinite().all()
+
+
+def test_autocast_changes_nothing() -> None:
+    model = Model([3])
+    caches = [model.contiguous() for _ in range(2)]
+    plain = build_model(model.weights, caches[0], model.cfg, 40)
+    expected = decode_step(plain, torch.tensor([1]), 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        handle = build_model(model.weights, caches[1], model.cfg, 40)
+        logits = decode_step(handle, torch.tensor([1]), 3)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(logits, expected)
+    assert same_bits(*caches)

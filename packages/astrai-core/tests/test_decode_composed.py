@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from decode_model import LLAMA3, Exact, Model, pools, relative
-from torch import Tensor
 
 import astrai_core
-from astrai_core import checks, policy, tables
 from astrai_core.decode import build_model, decode_step, teardown
 from astrai_core.tables import Row
 from conftest import Site
@@ -26,27 +24,6 @@ OPS = {
     "attention": ("rotary_emb", "attn_paged_decode"),
 }
 ROW = Row("decode", "composed", (1, 8), (1, None), (1, None), 1, "measured")
-
-
-@pytest.fixture
-def kernels(site: Site, seen_as_gpu: None) -> dict[str, ModuleType]:
-    """Stand-in families with all ops of a step, on a GPU where all tensors seem to be."""
-    del seen_as_gpu
-    packages = {
-        family: site.add(
-            family, native={"_native.py": STANDIN}, OPS=dict.fromkeys(ops, ("bfloat16",))
-        )
-        for family, ops in OPS.items()
-    }
-    return {family: site.native_of(package) for family, package in packages.items()}
-
-
-@pytest.fixture
-def preferred(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
-    """The measured table, to be filled by the test."""
-    rows: list[Row] = []
-    monkeypatch.setattr(tables, "rows_for", lambda _: tuple(rows))
-    return rows
 
 
 def build(model: Model, cache: Any = None) -> Any:
@@ -127,27 +104,6 @@ def test_a_step_is_one_chain_of_kernels(kernels: dict[str, ModuleType]) -> None:
     assert kernels["attention"].calls == ["rotary_emb", "attn_paged_decode"] * 2
     layer = ["add_rms_norm", "bf16_gemv", "bf16_gemv", "add_rms_norm", "bf16_swiglu", "bf16_gemv"]
     assert kernels["gemv"].calls == [*layer * 2, "add_rms_norm", "bf16_gemv"]
-
-
-def test_the_doctor_runs_a_step_of_it(
-    kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checks, "_usable", lambda *_: True)
-
-    def found() -> list[tuple[str, str | None, bool]]:
-        ours = [c for c in checks.checks_on(torch.device("cpu")) if c.op == "decode"]
-        return [(c.demanded, c.chosen, c.error is None) for c in ours]
-
-    right = kernels["gemv"].add_rms_norm
-    assert found() == [("auto", "torch", True), ("composed", "composed", True)]
-
-    def wrong(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        y, s = right(x, *args, **options)
-        return 1.1 * y, s
-
-    monkeypatch.setattr(kernels["gemv"], "add_rms_norm", wrong)
-    policy.forget()
-    assert found() == [("auto", "torch", True), ("composed", "composed", False)]
 
 
 # --- selection ------------------------------------------------------------------------------------
@@ -296,62 +252,3 @@ def test_weights_that_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -
     layer["up"] = torch.zeros_like(layer["up"])
     layer["in_norm"] = layer["in_norm"].repeat_interleave(2)[::2]
     assert reasons(model)[1]["composed"] == "the weight of a norm is not contiguous"
-
-
-# --- the megakernel -------------------------------------------------------------------------------
-
-MEGAKERNEL = """
-import types
-log = []
-def unsupported(cfg, batch, max_seq_len, kind):
-    log.append(("unsupported", cfg["d"], batch, max_seq_len, kind))
-    return None if kind == "paged" else "it takes paged caches"
-def build_model(weights, kv_cache, cfg, max_seq_len):
-    log.append("build_model")
-    return weights["embed"], max_seq_len
-def decode_step(handle, token_ids, pos):
-    return handle[0][:, 0].expand(len(token_ids), -1) + pos
-def teardown(handle):
-    log.append("teardown")
-decode = types.SimpleNamespace(**{f.__name__: f for f in
-    (unsupported, build_model, decode_step, teardown)})
-"""
-
-
-@pytest.fixture
-def megakernel(site: Site, seen_as_gpu: None) -> ModuleType:
-    del seen_as_gpu
-    package = site.add(
-        "megakernel", native={"_native.py": MEGAKERNEL}, OPS={"decode": ("bfloat16",)}
-    )
-    return site.native_of(package)
-
-
-def test_the_megakernel_decodes_what_it_supports(
-    megakernel: ModuleType, preferred: list[Row], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    preferred += [Row(**{**vars(ROW), "implementation": "megakernel"}), ROW]
-    model = Model([3], dtype=BF16)
-    handle = build(model)
-    assert handle.implementation == "megakernel"
-    logits = decode_step(handle, model.tokens(), 3)
-    assert torch.equal(logits[0], model.weights["embed"][:, 0] + 3)
-    teardown(handle)
-    question = ("unsupported", 64, 1, 40)
-    assert megakernel.log == [(*question, "paged"), "build_model", "teardown"]
-    monkeypatch.setenv("ASTRAI_DECODE", "megakernel")
-    chosen, why = reasons(model, model.contiguous())
-    assert (chosen, why["megakernel"]) == ("torch", "it takes paged caches")
-
-
-@pytest.mark.usefixtures("kernels")
-def test_the_next_row_decodes_what_the_megakernel_does_not(
-    megakernel: ModuleType, preferred: list[Row]
-) -> None:
-    del megakernel
-    preferred += [Row(**{**vars(ROW), "implementation": "megakernel"}), ROW]
-    model = Model([3], dtype=BF16)
-    assert reasons(model, model.contiguous()) == (
-        "composed",
-        {"torch": "the measured table prefers composed", "megakernel": "it takes paged caches"},
-    )

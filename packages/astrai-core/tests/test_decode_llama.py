@@ -15,8 +15,8 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import astrai_core
-from astrai_core import generate
-from astrai_core._greedy import by_decode
+from astrai_core import PagedKVCache, generate
+from astrai_core._greedy import Decoding
 from astrai_core.decode import (
     build_model,
     decode_step,
@@ -142,6 +142,12 @@ def test_another_architecture_is_refused():
         from_transformers(model)
 
 
+def test_another_dtype_is_refused():
+    words = "model: model.embed_tokens: its weight is torch.float64: decode takes bfloat16"
+    with pytest.raises(ValueError, match=words):
+        from_transformers(llama(dtype=torch.float64))
+
+
 def test_weights_of_two_dtypes_are_refused():
     model = llama()
     model.model.norm.to(torch.bfloat16)
@@ -171,11 +177,19 @@ def test_pages_that_another_sequence_reads_are_not_written_to():
     seq = cache.new_sequence()
     cache.begin_step([seq], 130)
     fork = cache.fork(seq)
-    with pytest.raises(ValueError, match="expected spare pages that no other has, got sequence 0"):
+    with pytest.raises(ValueError, match="that another sequence has too, got one of sequence 0"):
         kv_cache_of(cache, [seq, fork])
     cache.reserve(fork, 1)
     table = kv_cache_of(cache, [seq, fork])["page_table"]
     assert table[0, 0] == table[1, 0] and table[0, 1] != table[1, 1]
+
+
+def test_a_sequence_stands_in_one_row():
+    cache = from_transformers(llama()).new_cache(10)
+    seq = cache.new_sequence()
+    cache.reserve(seq, 10)
+    with pytest.raises(ValueError, match=r"seqs: expected different sequences, got \[0, 0\]"):
+        kv_cache_of(cache, [seq, seq])
 
 
 def test_sequences_without_pages():
@@ -234,14 +248,71 @@ def test_a_ragged_prompt_goes_on_at_its_own_positions():
     torch.testing.assert_close(step, expected[[0, 1], pos], rtol=1e-3, atol=1e-3)
 
 
-def test_prefill_refuses_other_tokens():
+IDS = PROMPT[0, :5]
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "words"),
+    [
+        (IDS[:4], ValueError, r"token_ids: expected shape \[5\] or \[1, 5\], got \[4\]"),
+        (IDS.int(), TypeError, "token_ids: expected torch.int64, got torch.int32"),
+        (IDS.tolist(), TypeError, "token_ids: expected a tensor, got list"),
+        (IDS.to("meta"), ValueError, "token_ids: expected a tensor on cpu, got meta"),
+        (IDS - 64, ValueError, r"token_ids: expected 0 to 63, got -\d+ to -\d+"),
+        (IDS + 64, ValueError, r"token_ids: expected 0 to 63, got \d+ to \d+"),
+    ],
+)
+def test_prefill_refuses_other_tokens(ids, error, words):
     model = from_transformers(llama())
     cache = model.new_cache(10)
     step = cache.begin_step([cache.new_sequence()], 5)
-    with pytest.raises(ValueError, match=r"token_ids: expected shape \[5\] or \[1, 5\], got \[4\]"):
-        prefill(*model, PROMPT[0, :4], step)
-    with pytest.raises(TypeError, match=r"token_ids: expected torch\.int64, got torch\.int32"):
-        prefill(*model, PROMPT[0, :5].int(), step)
+    with pytest.raises(error, match=f"^{words}$"):
+        prefill(*model, ids, step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 3}, "3 layers of 2 heads of 32 in torch.float32 on cpu"),
+        ({"num_kv_heads": 4}, "2 layers of 4 heads of 32 in torch.float32 on cpu"),
+        ({"head_dim": 16}, "2 layers of 2 heads of 16 in torch.float32 on cpu"),
+        ({"dtype": torch.float16}, "2 layers of 2 heads of 32 in torch.float16 on cpu"),
+        ({"device": "meta"}, "2 layers of 2 heads of 32 in torch.float32 on meta"),
+    ],
+)
+def test_prefill_refuses_the_cache_of_another_model(changes, words):
+    sizes = {"num_layers": 2, "num_pages": 1, "page_size": 16, "num_kv_heads": 2, "head_dim": 32}
+    cache = PagedKVCache(**{**sizes, "dtype": torch.float32, "device": "cpu", **changes})
+    expected = "step: expected a cache of 2 layers of 2 heads of 32 in torch.float32 on cpu"
+    step = cache.begin_step([cache.new_sequence()], 5)
+    with pytest.raises(ValueError, match=f"^{expected}, got {words}$"):
+        prefill(*from_transformers(llama()), IDS, step)
+
+
+def test_prefill_refuses_what_is_no_step():
+    words = "^step: expected that of PagedKVCache.begin_step, got dict$"
+    with pytest.raises(TypeError, match=words):
+        prefill(*from_transformers(llama()), IDS, {})
+
+
+def test_prefill_writes_nothing_for_an_outdated_step():
+    model = from_transformers(llama())
+    cache = model.new_cache(10)
+    step = cache.begin_step([cache.new_sequence()], 5)
+    cache.truncate(0, 0)
+    with pytest.raises(RuntimeError, match="the step is outdated"):
+        prefill(*model, IDS, step)
+
+
+def test_autocast_does_not_change_prefill():
+    model = from_transformers(llama())
+    found = []
+    for enabled in (False, True):
+        cache = model.new_cache(10)
+        step = cache.begin_step([cache.new_sequence()], 5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(prefill(*model, IDS, step))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rope_parameters": ROPE}, {"tie_word_embeddings": True}])
@@ -249,7 +320,7 @@ def test_greedy_text_is_that_of_generate(changes):
     network = llama(**changes)
     with torch.inference_mode():
         expected = network.generate(PROMPT, do_sample=False, max_new_tokens=40)
-    tokens = tokens_of(by_decode(from_transformers(network), 49), PROMPT, 40)
+    tokens = tokens_of(Decoding(from_transformers(network), 49), PROMPT, 40)
     assert tokens == expected[0, 9:].tolist()
 
 
@@ -261,6 +332,6 @@ def test_the_packaged_model_differs_from_its_own_text_at_ties_only():
     ids = generate.encode(tokenizer, "What is the capital of France?", network, 16)
     model = from_transformers(network)
     assert model.cfg["tied"] and model.cfg["layers"] == 30
-    tokens = tokens_of(by_decode(model, ids.shape[-1] + 16), ids, 16)
+    tokens = tokens_of(Decoding(model, ids.shape[-1] + 16), ids, 16)
     assert excess_ulps(network, ids, tokens) <= 2
     assert "Paris" in tokenizer.decode(tokens)

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from astrai_core import _greedy, generate
-from astrai_core._greedy import by_decode, by_transformers, greedy
+from astrai_core._greedy import Decoding, by_transformers, greedy
 from astrai_core.decode import from_transformers
 from astrai_core.integrations.transformers import patch
 
@@ -113,10 +113,10 @@ def test_run_prints_text_speed_and_table(folder, capsys):
     model, tokenizer = generate.load(folder, "cpu", io.StringIO())
     ids = generate.encode(tokenizer, "Hi", model, 12)
     with torch.inference_mode():
-        forward = by_decode(from_transformers(model), ids.shape[-1] + 12)
+        forward = Decoding(from_transformers(model), ids.shape[-1] + 12)
         tokens = [token for token, _ in greedy(forward, ids, [END_ID], 12)]
     assert f"{folder.name}: bfloat16 on cpu, loaded in " in out
-    assert "through astrai_core.decode: all 2 layers" in out
+    assert "through astrai_core.decode: all 2 layers, by torch" in out
     assert tokenizer.decode(tokens, skip_special_tokens=True) in out
     assert f"prefill {ids.shape[-1]} tokens in " in out
     table = out[out.index(f"decode {len(tokens) - 1} tokens in ") :]

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decode_model import LLAMA3, Exact, Model, pools, relative, written
+from decode_model import LLAMA3, Exact, Model, copy_of, relative, same_bits, take_back
 from tiny_llama import excess_ulps, tokens_of
 from torch import Tensor
 
 import astrai_core
-from astrai_core import doctor
-from astrai_core._greedy import by_decode
+from astrai_core import doctor, generate
+from astrai_core._greedy import Decoding
 from astrai_core.decode import build_model, decode_step, from_transformers, teardown
-from astrai_core.generate import packaged_model
 from astrai_core.integrations.transformers import read_model
 
 pytestmark = pytest.mark.gpu
@@ -35,14 +34,6 @@ def model_of(past: list[int], **options: Any) -> Model:
 def build(model: Model, cache: Any, implementation: str = "composed") -> Any:
     with astrai_core.use(decode=implementation):
         return build_model(model.weights, cache, model.cfg, model.capacity)
-
-
-def bits(cache: Any) -> list[Tensor]:
-    return [pool.view(torch.int16).clone() for pool in pools(cache)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
 
 
 @pytest.mark.parametrize(
@@ -88,22 +79,18 @@ def test_long_contexts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
-def test_nothing_but_the_new_token_is_written(kind: str) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nothing_but_the_new_token_is_written(implementation: str, kind: str) -> None:
     model = model_of([13, 5], changes=WIDE)
     cache = model.cache(kind)
-    before = bits(cache)
-    handle = build(model, cache)
+    before = copy_of(cache)
+    handle = build(model, cache, implementation)
     torch.cuda.synchronize()
-    assert same(bits(cache), before)
+    assert same_bits(cache, before)
     weights = [x.clone() for layer in model.weights["layers"] for x in layer.values()]
     decode_step(handle, model.tokens(), torch.tensor([13, 5], device="cuda"))
-    for layer in range(model.cfg["layers"]):
-        for side in (0, 1):
-            for b, pos in enumerate((13, 5)):
-                stored = written(cache, layer, side, b, pos)
-                assert stored.isfinite().all()
-                stored.fill_(torch.nan)
-    assert same(bits(cache), before)
+    take_back(cache, before, [13, 5])
+    assert same_bits(cache, before)
     now = [x for layer in model.weights["layers"] for x in layer.values()]
     assert all(map(torch.equal, weights, now))
 
@@ -114,10 +101,10 @@ def test_two_runs_are_bitwise_equal() -> None:
     handles = [build(model, cache) for _ in range(2)]
     ids, pos = model.tokens(), torch.tensor([1000, 900], device="cuda")
     first = decode_step(handles[0], ids, pos)
-    stored = bits(cache)
+    stored = copy_of(cache)
     for handle in handles * 5:
         assert torch.equal(decode_step(handle, ids, pos), first)
-        assert same(bits(cache), stored)
+        assert same_bits(cache, stored)
 
 
 def test_logits_are_the_callers_to_keep() -> None:
@@ -129,17 +116,67 @@ def test_logits_are_the_callers_to_keep() -> None:
     assert torch.equal(first, kept)
 
 
-def test_side_streams() -> None:
+def delay(milliseconds: int = 5) -> None:
+    """Keeps the current stream busy for so long or a little longer."""
+    torch.cuda._sleep(2_000_000 * milliseconds)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_side_streams(on_device: bool) -> None:
+    """Token and position are there late, on the stream of the step only."""
     model = model_of([100], capacity=120, changes=WIDE)
-    ids = model.tokens()
+    steps = [(model.tokens(), pos) for pos in range(100, 110)]
     handles = [build(model, model.paged()) for _ in range(2)]
-    expected = [decode_step(handles[0], ids, pos) for pos in range(100, 110)]
+    expected = [decode_step(handles[0], ids, pos) for ids, pos in steps]
+    late_ids, late_pos = torch.zeros_like(steps[0][0]), torch.zeros_like(steps[0][0])
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    found = []
+    with torch.cuda.stream(side):
+        for ids, pos in steps:
+            delay()
+            late_ids.copy_(ids)
+            late_pos.fill_(pos)
+            found.append(decode_step(handles[1], late_ids, late_pos if on_device else pos))
+            late_ids.zero_()
+            late_pos.zero_()
+    side.synchronize()
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_handle_that_is_dropped_while_it_runs(implementation: str) -> None:
+    model = model_of([100], capacity=120, changes=WIDE)
+    ids, caches = model.tokens(), [model.paged() for _ in range(2)]
+    expected = decode_step(build(model, caches[0], implementation), ids, 100)
+    handle = build(model, caches[1], implementation)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        found = [decode_step(handles[1], ids, pos) for pos in range(100, 110)]
+        delay(500)
+        logits = decode_step(handle, ids, 100)
+    del handle
+    # The handle's memory would be among what this stream is given now.
+    others = [
+        torch.full((2**size,), torch.nan, device="cuda") for size in range(4, 19) for _ in range(16)
+    ]
+    torch.cuda.empty_cache()
     side.synchronize()
-    assert all(map(torch.equal, found, expected))
+    assert torch.equal(logits, expected) and others
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_teardown_waits_for_every_stream(implementation: str) -> None:
+    model = model_of([9], changes=WIDE)
+    handle = build(model, model.paged(), implementation)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        delay(200)
+        decode_step(handle, model.tokens(), 9)
+    assert not side.query()
+    teardown(handle)
+    assert side.query()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -163,11 +200,65 @@ def test_a_step_in_a_graph_of_the_caller(implementation: str) -> None:
 def test_nothing_is_built_in_a_capture() -> None:
     model = model_of([9])
     cache = model.paged()
-    with (
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-        pytest.raises(RuntimeError, match="expected no capture"),
-    ):
-        build(model, cache)
+    handle = build(model, cache)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")  # torch warns of a graph without anything in it
+        with pytest.raises(RuntimeError, match=r"^build_model: expected no capture"):
+            build(model, cache)
+        with pytest.raises(RuntimeError, match=r"^teardown: expected no capture"):
+            teardown(handle)
+    assert decode_step(handle, model.tokens(), 9).isfinite().all()
+
+
+OUT_OF_RANGE = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import torch
+import astrai_core
+from astrai_core.decode import build_model, decode_step
+from decode_model import Model
+model = Model([9], dtype=torch.bfloat16, device="cuda")
+with astrai_core.use(decode={implementation!r}):
+    handle = build_model(model.weights, model.cache({kind!r}), model.cfg, 40)
+decode_step(handle, model.tokens(), 9)
+torch.cuda.synchronize()
+try:
+    decode_step(handle, torch.tensor([{token}], device="cuda"), torch.tensor({pos}, device="cuda"))
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("device-side assert" in str(error), flush=True)
+os._exit(0)  # CUDA is of no use any more, not even to be left
+"""
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("kind", "token", "pos"),
+    [
+        ("paged", 1, -1),
+        ("contiguous", 1, -1),
+        ("paged", 1, 40),
+        ("paged", -1, 10),
+        ("paged", 100, 10),
+    ],
+)
+def test_what_is_out_of_range_is_an_assertion_of_the_device(
+    implementation: str, kind: str, token: int, pos: int, run_python: Callable[..., str]
+) -> None:
+    folder = str(Path(__file__).parent)
+    script = OUT_OF_RANGE.format(
+        folder=folder, implementation=implementation, kind=kind, token=token, pos=pos
+    )
+    assert run_python(script).split() == ["True"]
+
+
+def test_autocast_changes_nothing() -> None:
+    model = model_of([9], changes=WIDE)
+    ids = model.tokens()
+    expected = decode_step(build(model, model.paged()), ids, 9)
+    with torch.autocast("cuda", torch.float16):
+        handle = build(model, model.paged())
+        assert torch.equal(decode_step(handle, ids, 9), expected)
 
 
 @contextlib.contextmanager
@@ -221,8 +312,19 @@ PROMPTS = [
 def smollm() -> Any:
     """The packaged model, or the one that ASTRAI_TEST_MODEL names."""
     named = os.environ.get("ASTRAI_TEST_MODEL")
-    network, tokenizer = read_model(Path(named) if named else packaged_model(), lambda *_: None)
+    network, tokenizer = read_model(
+        Path(named) if named else generate.packaged_model(), lambda *_: None
+    )
     return network.to("cuda").eval(), tokenizer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generate_runs_kernels_whatever_the_table_says(smollm: Any) -> None:
+    network, _ = smollm
+    ids = torch.tensor([[1, 2, 3]], device="cuda")
+    with astrai_core.explain() as report, generate.routed(network, 8) as forward:
+        tokens_of(forward, ids, 4)
+    assert any(row.chosen not in ("torch", "torch_native") for row in report.rows)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -237,8 +339,11 @@ def test_greedy_text_differs_from_transformers_at_ties_only(
     ids = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )["input_ids"].to("cuda")
-    with astrai_core.use(decode=implementation), astrai_core.explain() as report:
-        forward = by_decode(from_transformers(network), ids.shape[-1] + 128)
+    with (
+        astrai_core.use(decode=implementation),
+        astrai_core.explain() as report,
+        contextlib.closing(Decoding(from_transformers(network), ids.shape[-1] + 128)) as forward,
+    ):
         tokens = tokens_of(forward, ids, 128)
     assert {row.chosen for row in report.rows if row.op == "decode"} == {implementation}
     assert excess_ulps(network, ids, tokens) <= 2

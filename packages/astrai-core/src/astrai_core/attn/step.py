@@ -100,6 +100,11 @@ class Step:
         ) = _to_device(tensors, cache.device)
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the cache."""
+        return self._cache.num_layers
+
+    @property
     def uniform(self) -> bool:
         """Whether all sequences have equally many new tokens."""
         return self.total_q == self.max_q_len * len(self.seqs)

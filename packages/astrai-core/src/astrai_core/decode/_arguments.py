@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._config import Config, positive, require
+from ._cache import Cache
+from ._checks import positive, require, tensor
+from ._config import Config
 
-__all__ = ["Cache", "Layer", "Problem", "Weights"]
+__all__ = ["Layer", "Problem", "Weights"]
 
 
 @dataclass(frozen=True)
@@ -92,102 +94,6 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """Keys and values of all layers.
-
-    Attributes:
-        keys: of each layer, ``[pages, n_kv, page_size, hd]``.
-        values: likewise.
-        table: ``[B, pages of a sequence]``, int32: the pages of `max_seq_len` tokens. None where
-            the cache is contiguous: then sequence b is page b, of all its tokens.
-        page_size: tokens of a page.
-        batch: sequences.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    table: Tensor | None
-    page_size: int
-    batch: int
-
-    @classmethod
-    def parse(
-        cls, kv_cache: Any, cfg: Mapping[str, Any], config: Config, max_seq_len: int
-    ) -> Cache:
-        """Reads the `kv_cache` of the contract.
-
-        Raises:
-            ValueError: a key is missing, a tensor has another shape or device, the table names a
-                page that is not there, or `max_seq_len` tokens do not fit.
-            TypeError: a value that is no tensor, or one of another dtype.
-        """
-        if isinstance(kv_cache, Mapping):
-            return cls._paged(kv_cache, cfg, config, max_seq_len)
-        if isinstance(kv_cache, Sequence):
-            return cls._contiguous(kv_cache, config, max_seq_len)
-        raise TypeError(
-            "kv_cache: expected a dict of page pools or a list of (k, v), got "
-            f"{type(kv_cache).__name__}"
-        )
-
-    @classmethod
-    def _contiguous(cls, pairs: Sequence[Any], c: Config, max_seq_len: int) -> Cache:
-        if len(pairs) != c.layers or not all(
-            isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs
-        ):
-            raise ValueError(f"kv_cache: expected {c.layers} pairs (k, v), got {len(pairs)} items")
-        first = tensor("kv_cache[0][0]", pairs[0][0], (None, c.n_kv, None, c.hd), c.dtype)
-        batch, _, length, _ = shape = tuple(first.shape)
-        found = [
-            [
-                tensor(f"kv_cache[{number}][{side}]", x, shape, c.dtype, first.device)
-                for side, x in enumerate(pair)
-            ]
-            for number, pair in enumerate(pairs)
-        ]
-        _check_capacity(max_seq_len, batch, length)
-        keys, values = zip(*found, strict=True)
-        return cls(keys, values, None, length, batch)
-
-    @classmethod
-    def _paged(
-        cls, pools: Mapping[str, Any], cfg: Mapping[str, Any], c: Config, max_seq_len: int
-    ) -> Cache:
-        require("kv_cache", pools, ("k", "v", "page_table", "page_size"))
-        size = positive("kv_cache['page_size']", pools["page_size"])
-        if cfg.get("page_size", size) != size:
-            raise ValueError(
-                f"kv_cache['page_size']: expected that of cfg, {cfg['page_size']}, got {size}"
-            )
-        for side in ("k", "v"):
-            if not isinstance(pools[side], Sequence) or len(pools[side]) != c.layers:
-                raise ValueError(f"kv_cache[{side!r}]: expected a list of {c.layers} tensors")
-        page = (c.n_kv, size, c.hd)
-        first = tensor("kv_cache['k'][0]", pools["k"][0], (None, *page), c.dtype)
-        shape, place = (first.shape[0], *page), first.device
-        keys, values = (
-            tuple(
-                tensor(f"kv_cache[{side!r}][{number}]", x, shape, c.dtype, place)
-                for number, x in enumerate(pools[side])
-            )
-            for side in ("k", "v")
-        )
-        table = tensor(
-            "kv_cache['page_table']", pools["page_table"], (None, None), torch.int32, place
-        )
-        batch, columns = table.shape
-        _check_capacity(max_seq_len, batch, columns * size)
-        # What is past the last token need not name a page.
-        table = table[:, : -(-max_seq_len // size)]
-        low, high = (int(page) for page in table.aminmax())
-        if low < 0 or high >= shape[0]:
-            raise ValueError(
-                f"kv_cache['page_table']: expected pages 0 to {shape[0] - 1}, got {low} to {high}"
-            )
-        return cls(keys, values, table, size, batch)
-
-
-@dataclass(frozen=True)
 class Problem:
     """What a handle is to decode."""
 
@@ -226,41 +132,3 @@ class Problem:
                 f"{cache.keys[0].device}"
             )
         return cls(parsed, cache, config, max_seq_len)
-
-
-def tensor(
-    name: str,
-    value: Any,
-    shape: Sequence[int | None],
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> Tensor:
-    """A tensor of a shape, where None stands for any size; without its autograd graph.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device.
-    """
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    fits = value.dim() == len(shape) and all(
-        want in (None, size) for size, want in zip(value.shape, shape, strict=True)
-    )
-    if not fits:
-        expected = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name}: expected shape [{expected}], got {[*value.shape]}")
-    if value.dtype != dtype:
-        raise TypeError(f"{name}: expected {dtype}, got {value.dtype}")
-    if device is not None and value.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}, got {value.device}")
-    return value.detach()
-
-
-def _check_capacity(max_seq_len: int, batch: int, capacity: int) -> None:
-    if batch < 1:
-        raise ValueError("kv_cache: expected at least one sequence, got none")
-    if max_seq_len > capacity:
-        raise ValueError(
-            f"max_seq_len: expected at most the {capacity} tokens that kv_cache holds, got "
-            f"{max_seq_len}"
-        )

@@ -18,19 +18,21 @@ from astrai_core.attn.backends import FAMILY as ATTENTION
 from astrai_core.attn.backends import HEAD_DIMS
 from astrai_core.policy import MAX_TOKENS, VARIABLES, OpSpec, kernel_for, observer
 
-from ._arguments import Cache, Problem
+from ._arguments import Problem
+from ._cache import Cache
+from ._memory import extent
 
-__all__ = ["ComposedDecoder", "obstacle"]
+__all__ = ["KERNELS", "ComposedDecoder", "obstacle"]
 
 MAX_PAGE_SIZE = 256
 
-_KERNELS = {
-    "bf16_gemv": "gemv",
-    "bf16_swiglu": "gemv",
-    "add_rms_norm": "gemv",
-    "rotary_emb": ATTENTION,
-    "attn_paged_decode": ATTENTION,
+KERNELS = {
+    "gemv": ("bf16_gemv", "bf16_swiglu", "add_rms_norm"),
+    ATTENTION: ("rotary_emb", "attn_paged_decode"),
 }
+"""The ops that a step calls, by family."""
+
+_FAMILIES = {op: family for family, ops in KERNELS.items() for op in ops}
 
 
 def obstacle(problem: Problem) -> str | None:
@@ -49,7 +51,7 @@ def obstacle(problem: Problem) -> str | None:
     reason = _obstacle_in_weights(problem) or _obstacle_in_cache(cache) or observer()
     if reason is not None:
         return reason
-    return next((why for op in _KERNELS if (why := _kernel(op, problem.gpu)[1])), None)
+    return next((why for op in _FAMILIES if (why := _kernel(op, problem.gpu)[1])), None)
 
 
 def _obstacle_in_weights(problem: Problem) -> str | None:
@@ -83,19 +85,14 @@ def _obstacle_in_cache(cache: Cache) -> str | None:
             return "the rows of the cache are not contiguous, or do not start on 16 bytes"
         if (k.data_ptr() | v.data_ptr()) % 16:
             return "the cache does not start on 16 bytes"
-        (k_start, k_end), (v_start, v_end) = _extent(k), _extent(v)
+        (k_start, k_end), (v_start, v_end) = extent(k), extent(v)
         if k_start < v_end and v_start < k_end:
             return "keys and values lie between each other"
     return None
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
-
-
 def _kernel(op: str, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
-    spec = OpSpec("decode", _KERNELS[op], op, VARIABLES["decode"][0])
+    spec = OpSpec("decode", _FAMILIES[op], op, VARIABLES["decode"][0])
     return kernel_for(spec, gpu)
 
 
@@ -134,7 +131,7 @@ class ComposedDecoder:
     def __init__(self, problem: Problem) -> None:
         c, device, batch = problem.config, problem.device, problem.cache.batch
         self._config, self._weights, self._batch = c, problem.weights, batch
-        self._op: dict[str, Any] = {name: _kernel(name, problem.gpu)[0] for name in _KERNELS}
+        self._op: dict[str, Any] = {name: _kernel(name, problem.gpu)[0] for name in _FAMILIES}
         # An inference tensor could not be written to outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._layers = [
@@ -157,7 +154,7 @@ class ComposedDecoder:
             self._x = torch.zeros(batch, c.d, dtype=c.dtype, device=device)
             self._zeros = torch.zeros_like(self._x)
             self._turns = torch.zeros(batch, c.hd, dtype=torch.float32, device=device)
-            self._graph: torch.cuda.CUDAGraph | None = None
+            self._captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
             if device.type == "cuda":
                 self._capture(device)
 
@@ -169,16 +166,28 @@ class ComposedDecoder:
             self._pos.fill_(pos)
         else:
             self._pos.copy_(pos)
-        if self._graph is None or torch.cuda.is_current_stream_capturing():
+        if self._captured is None or torch.cuda.is_current_stream_capturing():
             return self._run()
-        self._graph.replay()
-        return self._logits.clone()
+        graph, logits = self._captured
+        graph.replay()
+        return logits.clone()
 
     def close(self) -> None:
-        """Gives the graph's memory back, once the device is done with it."""
-        if self._graph is not None:
-            torch.cuda.synchronize(self._x.device)
-            self._graph.reset()
+        """Gives the graph's memory back."""
+        if self._captured is not None:
+            self._captured[0].reset()
+
+    def tensors(self) -> list[Tensor]:
+        """What was allocated here; of the graph's own memory, the logits.
+
+        They stand for all of it: nobody else gets memory of a graph's pool before the allocator
+        has waited for the streams of every tensor that was freed. A graph that is dropped while it
+        runs is freed by the driver once it has run.
+        """
+        tables = [pages.table for pages in self._pages]
+        inputs = [self._token_ids, self._pos, self._lengths, self._x, self._zeros, self._turns]
+        found = [self._angles, *inputs, *tables, *(layer.qkv for layer in self._layers)]
+        return found if self._captured is None else [*found, self._captured[1]]
 
     def _capture(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -189,16 +198,20 @@ class ComposedDecoder:
                 self._head()
                 self._lengths.zero_()
                 self._chain()
-            self._graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             # Other threads may go on allocating.
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                self._logits = self._run()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                logits = self._run()
+        self._captured = graph, logits
 
     def _run(self) -> Tensor:
         self._head()
         return self._chain()
 
     def _head(self) -> None:
+        # `index_select` knows no negative index: an id or a position that is out of range is an
+        # assertion of the device. Even without one only a sequence's own pages would be written:
+        # the kernel clamps lengths to 0 and to what its table holds.
         torch.index_select(self._weights.embed, 0, self._token_ids, out=self._x)
         torch.index_select(self._angles, 0, self._pos, out=self._turns)
         torch.add(self._pos, 1, out=self._lengths)
@@ -247,7 +260,7 @@ def _pages_of(problem: Problem) -> list[_Pages]:
     if cache.table is not None:
         pairs = zip(cache.keys, cache.values, strict=True)
         pools = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pairs]
-        return [_Pages(slice(0, batch), cache.table.contiguous(), pools, cache.page_size)]
+        return [_Pages(slice(0, batch), cache.table, pools, cache.page_size)]
     # A sequence of a contiguous cache is a pool whose pages stand in order. Those of all sequences
     # are none: from one sequence's last page to the next sequence's first is another distance.
     size = next(s for s in (256, 128, 64, 32, 16, 8, 4, 2, 1) if cache.page_size % s == 0)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Config", "RopeScaling"]
+from ._checks import number, positive, require
 
-_DTYPES = {
+__all__ = ["DTYPES", "Config", "RopeScaling"]
+
+DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
     "fp16": torch.float16,
@@ -96,17 +98,17 @@ class Config:
             )
         if sizes["hd"] % 2:
             raise ValueError(f"cfg['hd']: expected an even number, got {sizes['hd']}")
-        eps, theta = (_number(f"cfg[{key!r}]", cfg[key]) for key in ("eps", "theta"))
+        eps, theta = (number(f"cfg[{key!r}]", cfg[key]) for key in ("eps", "theta"))
         if not eps >= 0 or not theta > 0:
             raise ValueError(f"cfg: expected eps >= 0 and theta > 0, got {eps} and {theta}")
         wdtype = str(cfg["wdtype"]).removeprefix("torch.")
-        if wdtype not in _DTYPES:
-            raise ValueError(f"cfg['wdtype']: expected one of {', '.join(_DTYPES)}, got {wdtype!r}")
+        if wdtype not in DTYPES:
+            raise ValueError(f"cfg['wdtype']: expected one of {', '.join(DTYPES)}, got {wdtype!r}")
         tied = cfg.get("tied", True)
         if not isinstance(tied, bool):
             raise TypeError(f"cfg['tied']: expected a bool, got {tied!r}")
         scaling = _scaling(cfg.get("rope_scaling"))
-        return cls(**sizes, eps=eps, theta=theta, dtype=_DTYPES[wdtype], tied=tied, scaling=scaling)
+        return cls(**sizes, eps=eps, theta=theta, dtype=DTYPES[wdtype], tied=tied, scaling=scaling)
 
     def angles(self, length: int, device: torch.device) -> Tensor:
         """Cos, then sin, of each rotation at each position: ``[length, hd]``, fp32."""
@@ -129,43 +131,14 @@ def _scaling(value: Any) -> RopeScaling | None:
         raise ValueError(f"{name}: expected rope_type llama3, got {kind!r}")
     keys = tuple(RopeScaling.__dataclass_fields__)
     require(name, value, keys)
-    scaling = RopeScaling(*(_number(f"{name}[{key!r}]", value[key]) for key in keys))
-    if not scaling.factor > 0 or not scaling.high_freq_factor > scaling.low_freq_factor > 0:
+    scaling = RopeScaling(*(number(f"{name}[{key!r}]", value[key]) for key in keys))
+    right = (
+        min(scaling.factor, scaling.original_max_position_embeddings) > 0
+        and scaling.high_freq_factor > scaling.low_freq_factor > 0
+    )
+    if not right:
         raise ValueError(
-            f"{name}: expected factor > 0 and high_freq_factor > low_freq_factor > 0, got {value}"
+            f"{name}: expected factor > 0, original_max_position_embeddings > 0 and "
+            f"high_freq_factor > low_freq_factor > 0, got {value}"
         )
     return scaling
-
-
-def require(name: str, mapping: Mapping[str, Any], keys: tuple[str, ...]) -> None:
-    """Checks that a dict has keys.
-
-    Raises:
-        TypeError: it is no dict.
-        ValueError: a key is missing.
-    """
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"{name}: expected a dict, got {type(mapping).__name__}")
-    missing = [key for key in keys if key not in mapping]
-    if missing:
-        raise ValueError(f"{name}: expected the keys {', '.join(missing)}, got {[*mapping]}")
-
-
-def positive(name: str, value: Any) -> int:
-    """An int from 1 on.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is below 1.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    return float(value)

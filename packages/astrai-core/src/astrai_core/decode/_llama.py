@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from astrai_core.attn import PagedKVCache
 
 from ._arguments import Weights
-from ._config import Config
+from ._config import DTYPES, Config
 
 __all__ = ["Llama", "from_transformers", "kv_cache_of"]
 
@@ -61,7 +61,7 @@ class Llama(NamedTuple):
 def from_transformers(model: nn.Module) -> Llama:
     """The weights and the configuration of a ``LlamaForCausalLM`` of transformers.
 
-    Copies nothing: weights that are written to later change what is decoded from them.
+    Copies nothing. The weights must not change while a handle of `build_model` has them.
 
     Args:
         model: the model, in bf16, fp16 or fp32 on one device. One that was patched by
@@ -125,23 +125,30 @@ def from_transformers(model: nn.Module) -> Llama:
 def kv_cache_of(cache: PagedKVCache, seqs: Sequence[int]) -> dict[str, Any]:
     """The `kv_cache` of `build_model` for sequences of a cache, over the pages that they have now.
 
-    Reserve all pages first: the table is fixed for a handle. `decode_step` writes past the lengths
-    that the cache knows, which stay as they are; a ``begin_step`` of the same tokens follows them.
+    Reserve all pages first: the table is fixed for a handle. The cache does not learn of the tokens
+    that `decode_step` appends: its lengths stay those of before, until `begin_step` adds as many.
 
     Args:
         cache: the cache.
-        seqs: its sequences, in the order of the batch; what they may reach is what the one with the
-            fewest pages holds.
+        seqs: its sequences, each once, in the order of the batch. All may reach as many tokens as
+            the pages of the one with the fewest hold.
 
     Raises:
-        ValueError: a sequence is unknown or without pages; or another one has pages of it that
-            tokens would be written to: `PagedKVCache.reserve` after the `fork` copies them.
+        ValueError: a sequence is unknown, named twice or without pages; or a page that its next
+            tokens go to belongs to another sequence too, as after a `fork`. `PagedKVCache.reserve`
+            gives it a copy of that page. A later `fork` is not seen: the handle then writes to a
+            page that both have.
     """
+    if len(set(seqs)) != len(seqs):
+        raise ValueError(f"seqs: expected different sequences, got {[*seqs]}")
     rows = [cache.pages(seq) for seq in seqs]
     owners = Counter(page for seq in cache.sequences for page in cache.pages(seq))
     for seq, row in zip(seqs, rows, strict=True):
         if any(owners[page] > 1 for page in row[cache.length(seq) // cache.page_size :]):
-            raise ValueError(f"seqs: expected spare pages that no other has, got sequence {seq}'s")
+            raise ValueError(
+                f"seqs: expected no page to be written to that another sequence has too, got one of"
+                f" sequence {seq}"
+            )
     count = min((len(row) for row in rows), default=0)
     if not count:
         raise ValueError(f"seqs: expected sequences with pages, got {[*seqs]}")
@@ -189,6 +196,8 @@ def _obstacle(module: nn.Module) -> str | None:
     if getattr(module, "bias", None) is not None:
         return "it has a bias"
     for name, weight in module.named_parameters(recurse=False):
+        if weight.dtype not in DTYPES.values():
+            return f"its {name} is {weight.dtype}: decode takes bfloat16, float16 and float32"
         if type(weight) not in (nn.Parameter, Tensor):
             return f"its {name} is a {type(weight).__name__}"
     return None

@@ -14,6 +14,7 @@ from astrai_core.attn import Step, apply_rotary_emb, attention
 from astrai_core.ops import linear, swiglu
 
 from ._arguments import Weights
+from ._checks import indices, no_autocast
 from ._config import Config
 from ._torch import rms_norm
 
@@ -27,6 +28,7 @@ def prefill(
     """Runs the new tokens of a step through the model; their keys and values go into the cache.
 
     `linear`, `swiglu`, `apply_rotary_emb` and `attention` compute it, each selected as ever.
+    Autocast has no effect.
 
     Args:
         weights: as for `build_model`.
@@ -39,20 +41,41 @@ def prefill(
         Logits ``(B, vocab)`` of the token after the last one of each sequence.
 
     Raises:
-        ValueError: weights, cfg or token_ids do not fit, or not each other.
+        ValueError: weights, cfg, token_ids or the cache of the step do not fit, or not each other;
+            a token id on the CPU is out of range. On a GPU that is an assertion of the device.
         TypeError: an argument of another type or dtype.
-        RuntimeError: the step is outdated. Then, and after any other error on the way, the step's
-            tokens are unwritten in some layers: take them back with `PagedKVCache.truncate`.
+        RuntimeError: the step is outdated. After any error the step's tokens are unwritten in some
+            layers or all: take them back with `PagedKVCache.truncate`.
     """
     c = Config.parse(cfg)
     w = Weights.parse(weights, c)
-    if token_ids.dtype != torch.int64:
-        raise TypeError(f"token_ids: expected torch.int64, got {token_ids.dtype}")
+    _check_step(step, c, w.embed.device)
     uniform = (len(step.seqs), step.max_q_len)
-    shapes = [(step.total_q,)] + [uniform] * step.uniform
-    if tuple(token_ids.shape) not in shapes:
-        expected = " or ".join(str([*shape]) for shape in shapes)
-        raise ValueError(f"token_ids: expected shape {expected}, got {[*token_ids.shape]}")
+    shapes: list[tuple[int, ...]] = [(step.total_q,)]
+    if step.uniform:
+        shapes.append(uniform)
+    indices("token_ids", token_ids, shapes, w.embed.device, c.vocab)
+    with no_autocast(w.embed.device):
+        return _logits(c, w, token_ids, step)
+
+
+def _check_step(step: Any, c: Config, device: torch.device) -> None:
+    """Checks that a step is current, and of a cache of this model."""
+    if not isinstance(step, Step):
+        raise TypeError(
+            f"step: expected that of PagedKVCache.begin_step, got {type(step).__name__}"
+        )
+    pool, _ = step.pools(0)
+    found = (step.num_layers, *pool.shape[-2:], pool.dtype, pool.device)
+    expected = (c.layers, c.n_kv, c.hd, c.dtype, device)
+    if found != expected:
+        words = "{} layers of {} heads of {} in {} on {}"
+        raise ValueError(
+            f"step: expected a cache of {words.format(*expected)}, got {words.format(*found)}"
+        )
+
+
+def _logits(c: Config, w: Weights, token_ids: Tensor, step: Step) -> Tensor:
     angles = c.angles(step.max_kv_len, w.embed.device)[step.positions]
     cos, sin = (part.contiguous() for part in angles.chunk(2, -1))
     x = F.embedding(token_ids.reshape(1, -1), w.embed)

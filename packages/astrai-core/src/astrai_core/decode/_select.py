@@ -7,14 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from astrai_core import device, tables
-from astrai_core.policy import TORCH, VARIABLES, OpSpec, kernel_for, mode, selected
+from astrai_core.policy import TORCH, VARIABLES, mode, selected
 
-from . import _composed
+from . import _composed, _megakernel
 from ._arguments import Problem
 
-__all__ = ["COMPOSED", "MEGAKERNEL", "Selection", "select"]
+__all__ = ["COMPOSED", "COMPOSED_KERNELS", "MEGAKERNEL", "Selection", "select", "supports"]
 
 COMPOSED, MEGAKERNEL = "composed", "megakernel"
+COMPOSED_KERNELS = _composed.KERNELS
+
+
+_Question = Callable[[], tuple[Any, str | None]]
+"""What an implementation is built of, and why it cannot decode, or None."""
 
 
 class Selection(NamedTuple):
@@ -23,12 +28,12 @@ class Selection(NamedTuple):
     Attributes:
         chosen: ``torch``, ``composed`` or ``megakernel``.
         passed_over: why the others do not.
-        megakernel: `build_model`, `decode_step` and `teardown` of the package, where it is chosen.
+        package: the functions of the megakernel's package, where it is chosen.
     """
 
     chosen: str
     passed_over: Mapping[str, str]
-    megakernel: Any = None
+    package: Any = None
 
 
 def select(problem: Problem, cfg: Mapping[str, Any]) -> Selection:
@@ -44,12 +49,12 @@ def select(problem: Problem, cfg: Mapping[str, Any]) -> Selection:
     why = "use() demands {}" if demanded else f"{variable}={{}}"
     if name == TORCH:
         return Selection(TORCH, dict.fromkeys((COMPOSED, MEGAKERNEL), why.format(TORCH)))
-    obstacles: dict[str, Callable[[], tuple[str | None, Any]]] = {
-        COMPOSED: lambda: (_composed.obstacle(problem), None),
-        MEGAKERNEL: lambda: _megakernel(problem, cfg),
+    questions: dict[str, _Question] = {
+        COMPOSED: lambda: (None, _composed.obstacle(problem)),
+        MEGAKERNEL: lambda: _megakernel.obstacle(problem, cfg),
     }
     if name is not None:
-        obstacle, package = obstacles[name]()
+        package, obstacle = questions[name]()
         if obstacle is None:
             others = (other for other in (TORCH, COMPOSED, MEGAKERNEL) if other != name)
             return Selection(name, dict.fromkeys(others, why.format(name)), package)
@@ -57,28 +62,35 @@ def select(problem: Problem, cfg: Mapping[str, Any]) -> Selection:
             raise RuntimeError(f"decode: {name} is demanded by use(): {obstacle}")
         other = MEGAKERNEL if name == COMPOSED else COMPOSED
         return Selection(TORCH, {name: obstacle, other: why.format(name)})
-    return _by_table(problem, obstacles)
+    return _by_table(problem, questions)
 
 
-def _by_table(
-    problem: Problem, obstacles: Mapping[str, Callable[[], tuple[str | None, Any]]]
-) -> Selection:
+def supports(
+    weights: Mapping[str, Any], kv_cache: Any, cfg: Mapping[str, Any], max_seq_len: int
+) -> bool:
+    """Whether the megakernel is there for arguments of `build_model`, and takes them."""
+    return _megakernel.obstacle(Problem.parse(weights, kv_cache, cfg, max_seq_len), cfg)[1] is None
+
+
+def _by_table(problem: Problem, questions: dict[str, _Question]) -> Selection:
     """The first row of the table that covers the problem and whose implementation can serve it."""
     passed_over: dict[str, str] = {}
     rows, where = _rows(problem)
     for row in rows:
         if row.implementation in passed_over:
             continue
-        obstacle, package = obstacles[row.implementation]()
+        package, obstacle = questions[row.implementation]()
         if obstacle is None:
             names = (n for n in (TORCH, COMPOSED, MEGAKERNEL) if n != row.implementation)
             why = f"the measured table prefers {row.implementation}"
             others = {name: passed_over.get(name, why) for name in names}
             return Selection(row.implementation, others, package)
         passed_over[row.implementation] = obstacle
-    for name, question in obstacles.items():
+    # Nobody wants it to decode, so that its package is not asked what it supports.
+    questions[MEGAKERNEL] = lambda: _megakernel.package_for(problem)
+    for name, question in questions.items():
         if name not in passed_over:
-            passed_over[name] = question()[0] or (
+            passed_over[name] = question()[1] or (
                 f"no measurement {where} prefers it ({VARIABLES['decode'][0]}={name} forces it)"
             )
     return Selection(TORCH, passed_over)
@@ -92,17 +104,3 @@ def _rows(problem: Problem) -> tuple[list[tables.Row], str]:
     sizes = problem.cache.batch, problem.max_seq_len, problem.config.d
     rows = [row for row in tables.rows_for(capability) if row.op == "decode" and row.covers(*sizes)]
     return rows, f"on sm_{capability[0]}{capability[1]}"
-
-
-def _megakernel(problem: Problem, cfg: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """Why the megakernel cannot serve a problem, and its functions where it can."""
-    if problem.gpu < 0:
-        return "the weights are not on a CUDA device", None
-    spec = OpSpec("decode", MEGAKERNEL, "decode", VARIABLES["decode"][0])
-    package: Any
-    package, why = kernel_for(spec, problem.gpu)
-    if package is None:
-        return why, None
-    kind = "contiguous" if problem.cache.table is None else "paged"
-    why = package.unsupported(dict(cfg), problem.cache.batch, problem.max_seq_len, kind)
-    return why, package

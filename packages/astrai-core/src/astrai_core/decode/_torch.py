@@ -57,9 +57,14 @@ class TorchDecoder:
         problem, c = self._problem, self._problem.config
         weights = problem.weights
         if isinstance(pos, Tensor):
+            # Before anything is written: an index would take a negative position for one from the
+            # end, but `index_select` asserts on the device that it is none.
+            angles = self._angles.index_select(0, pos.reshape(-1))
             pos = pos.expand(problem.cache.batch)
+        else:
+            angles = self._angles[pos]
         place = self._place(pos)
-        angles = self._angles[pos].expand(problem.cache.batch, c.hd)[:, None]
+        angles = angles.expand(problem.cache.batch, c.hd)[:, None]
         cos, sin = angles.chunk(2, -1)
         x = F.embedding(token_ids, weights.embed)
         for number, layer in enumerate(weights.layers):
@@ -71,7 +76,12 @@ class TorchDecoder:
         return F.linear(rms_norm(x, weights.final_norm, c.eps), weights.lm_head)
 
     def close(self) -> None:
-        """Nothing is held but the arguments."""
+        """Nothing is held but tensors."""
+
+    def tensors(self) -> list[Tensor]:
+        """What was allocated here."""
+        found = [self._angles, self._rows, self._positions]
+        return found if self._table is None else [*found, self._table]
 
     def _place(self, pos: int | Tensor) -> _Place:
         size = self._problem.cache.page_size
