@@ -28,7 +28,7 @@ class Decoder(Protocol):
         """`decode_step`, for arguments that it has checked."""
 
     def close(self) -> None:
-        """Gives back what it holds; the device is done with it."""
+        """Gives back what it holds; its steps have ended."""
 
     def tensors(self) -> list[Tensor]:
         """What it allocated, and `step` uses."""
@@ -83,8 +83,9 @@ class Handle:
         if self._decoder is None:
             return
         _refuse_in_capture("teardown")
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        # Not for the device: a kernel of the megakernel's may run on until its teardown.
+        for stream in self._streams:
+            stream.synchronize()
         self._decoder.close()
         self._decoder = None
 
@@ -206,7 +207,7 @@ def decode_step(handle: Handle, token_ids: Tensor, pos: int | Tensor) -> Tensor:
 
 
 def teardown(handle: Handle) -> None:
-    """Gives back what a handle holds, once the device is done with it; a second time does nothing.
+    """Gives back what a handle holds, once its steps have ended; a second time does nothing.
 
     Args:
         handle: of `build_model`; `decode_step` refuses it from now on.
