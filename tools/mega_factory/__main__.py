@@ -26,7 +26,9 @@ def _render(folder: Path, names: Sequence[str]) -> int:
 
 
 def _check(folder: Path) -> int:
-    found = [text for spec in specs.load_all().values() for text in render.drift(spec, folder)]
+    tasks = specs.load_all()
+    found = [text for spec in tasks.values() for text in render.drift(spec, folder)]
+    found += render.orphans(tasks, folder)
     for text in found:
         print(text)
     return 1 if found else 0
@@ -40,7 +42,7 @@ def _grade(bundle: Path, arguments: Sequence[str]) -> int:
 def _verify(name: str, scale: str, device: str, steps: int | None, file: Path | None) -> int:
     spec = specs.load(name)
     measured = verify.measure(spec, scale, device, steps)
-    rows = [("what", "claimed", "measured"), *verify.comparison(spec, measured)]
+    rows = list(verify.comparison(spec, measured))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for what, claim, found in rows:
         print(f"{what:{widths[0]}}  {claim:{widths[1]}}  {found}".rstrip())

@@ -213,7 +213,7 @@ def measure(
         "errors": rounded({name: worst[name] for name in CORRECT}),
         "drops": rounded({name: worst[name] for name in spec.drops}),
         "paged_error": equal,
-        "floor_us": round(spec.floor_us(), 1) if scale_name == "full" else None,
+        "floor_us": round(spec.floor_us, 1) if scale_name == "full" else None,
         "steps": scale.decode_steps,
         "seeds": VERIFY_SEEDS,
         "environment": asdict(where),
@@ -221,11 +221,13 @@ def measure(
 
 
 def comparison(spec: MegaSpec, measured: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """What was claimed beside what was measured: name, claim, measurement."""
-    claimed: dict[str, Any] = {} if spec.claimed is None else asdict(spec.claimed)
+    """What the texts state, at full scale, beside what was measured: name, claim, measurement."""
+    yield "what", "claimed, full scale", f"measured, {measured['scale']} scale"
+    claimed: dict[str, Any] = {} if spec.figures is None else asdict(spec.figures)
     claimed |= {"floor_us": spec.perf_md.floor_us}
     for name in (
         "measured_on", "kernels", "eager_us", "busy_us", "graph_us", "floor_us", "paged_error",
+        "steps",
     ):  # fmt: skip
         value = measured[name]
         if name == "graph_us" and value is None:

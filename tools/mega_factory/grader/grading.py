@@ -99,7 +99,7 @@ def grade(
     report = Report(
         task=spec["name"], hash=spec["hash"], scale=scale, device=device_name(device),
         seed=secrets.randbits(48) if seed is None else seed, repeat=seed is not None, runs=runs,
-        tol=spec["scales"][scale]["tol"],
+        tol=spec["scales"][scale]["tol"], note=spec["note"],
     )  # fmt: skip
     if scale == "full" and device == "cuda":
         times = {name.removesuffix("_us"): us for name, us in (spec["baselines"] or {}).items()}
@@ -110,6 +110,11 @@ def grade(
     with contextlib.closing(work) as grading:
         grading.grade()
     return report
+
+
+def warm_up(steps: int) -> int:
+    """How many steps of a run are not timed, of as many as a run that does not end early has."""
+    return max(1, steps // 4)
 
 
 def device_name(device: str) -> str:
@@ -184,7 +189,6 @@ class Grading:
         tokens = random.Random(f"tokens {self.report.seed}")  # noqa: S311 - must be repeatable
         runs, steps = self.report.runs, self.scale["decode_steps"]
         early = tokens.randrange(runs) if runs > 1 else None
-        warm_up = max(1, steps // 4)
         inside: list[float] = []
         outside: list[float] = []
         observed: list[checks.Observed] = []
@@ -198,8 +202,8 @@ class Grading:
                 seen = self.drive(worker, run, plan, tokens)
                 self.add(number, *self.judge(worker, run, plan, seen, observed))
                 observed.append(seen.steps)
-                inside += seen.steps.times_us[warm_up:]
-                outside += seen.steps.seen_us()[warm_up:]
+                inside += seen.steps.times_us[warm_up(steps) :]
+                outside += seen.steps.seen_us()[warm_up(steps) :]
                 self.finish(worker)
             except SolutionError as error:
                 self.add(number, dataclasses.replace(error.finding, step=self.step))

@@ -95,6 +95,7 @@ class Report:
         repeat: whether it is one: its tokens could be known in advance, so it is no grade.
         runs: how many were asked for.
         tol: the largest relative error of the logits that passes.
+        note: what the tolerance lacks, if it does.
         floor_us: least time of a step that the task's traffic allows, if known here.
         baselines: times in us to compare with, by name, those known here.
         measured_on: where the baselines were measured.
@@ -111,6 +112,7 @@ class Report:
     repeat: bool
     runs: int
     tol: float
+    note: str | None = None
     floor_us: float | None = None
     baselines: dict[str, float] = field(default_factory=dict)
     measured_on: str | None = None
@@ -150,6 +152,8 @@ class Report:
         if self.errors:
             errors = ", ".join(f"{error:.3g}" for error in self.errors)
             lines.append(f"worst relative error of each run: {errors}; allowed {self.tol:g}")
+        if self.note is not None:
+            lines.append(self.note)
         if self.timing is not None:
             t = self.timing
             lines.append(

@@ -27,7 +27,7 @@ def write_bundle(folder, kind, **scale):
     spec = {
         "name": f"tiny-{kind}", "hash": "0123456789ab", "kind": kind, "tol": tiny["tol"],
         "scales": {"tiny": tiny}, "baselines": {"eager_us": 8.0, "graph_us": None},
-        "floor_us": None, "measured_on": None,
+        "floor_us": None, "measured_on": None, "note": None,
         "per_sequence_pos": len(set(tiny["prefill_lens"])) > 1,
     }  # fmt: skip
     for name, source in GRADER_FILES.items():
