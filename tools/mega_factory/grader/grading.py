@@ -33,7 +33,7 @@ from torch import Tensor
 
 from . import checks
 from .inputs import data_of, load, make_inputs, plain_defaults, pools_of, tensors_in, written
-from .process import PROC, Fields, Worker
+from .process import PROC, Fields, Worker, descendants
 from .report import Finding, Report, SolutionError, Timing
 
 RUNS = 3
@@ -175,7 +175,11 @@ class Grading:
         run = {"weights_seed": 0, "cache_seed": 0, "rewrite_seed": 0}
         weights, kv_cache, _ = make_inputs(self.reference, self.scale, run, self.device)
         given = [*tensors_in(weights, "weights"), *tensors_in(kv_cache, "kv_cache")]
-        return {path: x.to("meta") for path, x in given}
+        shapes = {path: x.to("meta") for path, x in given}
+        del weights, kv_cache, given
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return shapes
 
     def close(self) -> None:
         """Ends the solution's process."""
@@ -234,14 +238,19 @@ class Grading:
         worker.request(
             {"do": "inputs", "scale": self.scale, "run": run}, "the making of its inputs"
         )
+        shape = (self.scale["batch"], self.scale["cfg"]["vocab"])
         rehearsal = checks.Observed()
         for _ in range(REHEARSALS):
+            # With all that is between two steps: caches are then as cold as in one.
             self.request_step(worker, "rehearse", 0, tokens, rehearsal)
+            unused = torch.empty(shape, dtype=torch.bfloat16)
+            phase = "a step without the solution"
+            worker.request({"do": "logits"}, phase, payload=data_of(unused))
+            descendants(worker.process.pid)
         seen = Seen()
         seen.steps.overhead_us = statistics.median(rehearsal.outside_us())
         worker.request({"do": "build"}, "build_model")
         worker.settle("build_model")
-        shape = (self.scale["batch"], self.scale["cfg"]["vocab"])
         for step in range(plan.steps):
             if step and step == plan.rewrite:
                 worker.request({"do": "rewrite"}, "the rewriting of the cache")

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 # By name: a solution that replaces time.perf_counter does not set the clock it is timed by.
-from time import perf_counter
+from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ from .inputs import data_of, load, make_inputs, plain_defaults, tensors_in, writ
 
 FRAME = struct.Struct("!IQ")
 LOGITS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+PAUSE_S = 0.001
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -148,7 +150,7 @@ def solution_commands(run: SimpleNamespace, device: str, clock: Clock) -> dict[s
 def step_commands(run: SimpleNamespace, clock: Clock) -> dict[str, Command]:
     """What runs and describes a step."""
     copy, cpu, detach, tensor = Tensor.copy_, Tensor.cpu, Tensor.detach, torch.tensor
-    alias, describe = alias_of, description
+    alias, describe, rest = alias_of, description, sleep
 
     def timed(command: dict[str, Any], call: Callable[[Tensor, Any], Any]) -> Answer:
         """Runs one step and describes what it returned; times are microseconds."""
@@ -180,8 +182,15 @@ def step_commands(run: SimpleNamespace, clock: Clock) -> dict[str, Command]:
         return about
 
     def rehearse(command: dict[str, Any]) -> Answer:
-        """A step without a solution: what the grader itself costs."""
-        return timed(command, lambda _tokens, _pos: run.kept["bfloat16"])
+        """A step without a solution: what the grader itself costs around one."""
+
+        def pause(_tokens: Tensor, _pos: Any) -> Tensor:
+            # As long as a step: whoever waits for it takes a while to wake up.
+            rest(PAUSE_S)
+            logits: Tensor = run.kept["bfloat16"]
+            return logits
+
+        return timed(command, pause)
 
     def step(command: dict[str, Any]) -> Answer:
         """Calls `decode_step` once."""
