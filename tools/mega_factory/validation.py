@@ -123,7 +123,9 @@ def _statements(spec: MegaSpec) -> dict[str, set[float]]:
     kv_mb = traffic.kv_bytes / 1e6
     wanted: dict[str, set[float]] = {
         r"NUMBER GB": {float(f"{traffic.weight_bytes / 1e9:.3g}")},
-        r"NUMBER MB": {round(kv_mb), math.floor(kv_mb / layers), round(mb_of_layer)},
+        r"(?<!weights are )NUMBER MB(?! of pure copy)": {round(kv_mb)},
+        r"NUMBER MB of pure copy per layer": {math.floor(kv_mb / layers)},
+        r"layer's weights are NUMBER MB": {round(mb_of_layer)},
         r"NUMBER% of (?:your|the) bytes": {traffic.kv_percent},
         r"[Bb]atch NUMBER": {spec.batch},
         r"[Pp]refill NUMBER": {spec.prefill_len},
@@ -266,6 +268,8 @@ def _contract(spec: MegaSpec) -> Iterator[str]:
         for text in wanted:
             if text not in table[argument]:
                 yield f"contract_md: expected {text} in the row of `{argument}`"
+    if re.search(r"pos (?:<=|>=?) max_seq_len", spec.contract_md):
+        yield "contract_md: expected pos < max_seq_len"
     for result in (f"`({spec.batch}, {spec.cfg['vocab']})`", "bf16 or fp32"):
         if result not in spec.contract_md.partition("**Return**")[2]:
             yield f"contract_md: expected {result} after **Return**"

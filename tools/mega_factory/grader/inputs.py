@@ -89,7 +89,9 @@ def slots_of(kv_cache: Any, b: int, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def written(kv_cache: Any, lens: list[int], pools: dict[str, Tensor] | None = None) -> list[Tensor]:
-    """Views of the slots of the first `lens[b]` tokens of each sequence b.
+    """Views of the slots of the first `lens[b]` tokens of each sequence b, each contiguous.
+
+    A copy between two of them needs no kernel, which one that runs on could keep from running.
 
     Args:
         kv_cache: says which page holds what.
@@ -97,8 +99,8 @@ def written(kv_cache: Any, lens: list[int], pools: dict[str, Tensor] | None = No
         pools: as of `pools_of`, by default the cache's own.
 
     Returns:
-        Tensors (n_kv, up to page_size, hd): pool after pool, sequence after sequence, page after
-        page; so they pair up with those of another cache with as many tokens.
+        Tensors (up to page_size, hd): pool after pool, sequence after sequence, page after page,
+        head after head; so they pair up with those of another cache with as many tokens.
     """
     pools = pools_of(kv_cache) if pools is None else pools
     first = next(iter(pools.values()))
@@ -108,7 +110,7 @@ def written(kv_cache: Any, lens: list[int], pools: dict[str, Tensor] | None = No
         starts = torch.arange(0, length, size, device=first.device)
         pages, _ = slots_of(kv_cache, b, starts)
         spans += zip(pages.tolist(), (length - starts).clamp(max=size).tolist(), strict=True)
-    return [pool[page, :, :count] for pool in pools.values() for page, count in spans]
+    return [head[:count] for pool in pools.values() for page, count in spans for head in pool[page]]
 
 
 def make_inputs(

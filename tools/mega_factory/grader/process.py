@@ -98,7 +98,9 @@ class Worker:
         self.process.send_signal(signal.SIGSTOP)
         limit = time.monotonic() + KILL_S
         # Again, for those that were started meanwhile.
-        while (children := descendants(pid)) and time.monotonic() < limit:
+        while self.process.returncode is None and (children := descendants(pid)):
+            if time.monotonic() > limit:
+                break
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)

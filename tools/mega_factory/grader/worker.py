@@ -266,10 +266,6 @@ def memory_commands(
             allocate(run, scale, device)
             run.written = views(run.kv_cache, scale["prefill_lens"])
             run.others = views(other, scale["prefill_lens"])
-            # Copies of each shape load their kernels now.
-            pool = torch.empty_like(other["k"][0] if isinstance(other, dict) else other[0][0])
-            for view in run.others[: len(run.others) // (2 * run.cfg["layers"])]:
-                copy(pool.as_strided(view.shape, view.stride(), view.storage_offset()), view)
         clock.wait()
         return {}, None
 

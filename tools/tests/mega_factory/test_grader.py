@@ -118,10 +118,15 @@ def test_hidden_time(graded):
     assert report.timing.median_us == report.timing.outside_us > 100_000
 
 
-def test_a_child_that_is_not_waited_for(graded, monkeypatch):
-    monkeypatch.setenv("LEAVE", "1")
+@pytest.mark.parametrize(
+    ("child", "detail"),
+    [("left", "had a child process that ended"), ("ignored", "ignores SIGCHLD")],
+)
+def test_a_child_that_is_not_waited_for(graded, monkeypatch, child, detail):
+    monkeypatch.setenv("CHILD", child)
     (finding,) = graded("computes_in_forks", runs=1).findings
     assert (finding.check, finding.step) == ("child_process", 0)
+    assert finding.detail == f"the solution {detail} in decode_step"
 
 
 def test_a_process_whose_first_thread_has_ended_is_alive(graded, monkeypatch, tmp_path):

@@ -55,6 +55,7 @@ def test_what_replaces_the_cache_goes_where_its_tokens_are(model):
         view.copy_(replacement)
     pools, others = inputs.pools_of(first), inputs.pools_of(other)
     assert len(views) == len(pools) * (3 if model is paged else 2)
+    assert all(view.is_contiguous() for pair in views for view in pair)
     for path, pool in pools.items():
         for b, length in enumerate([3, 6]):
             pages, slots = inputs.slots_of(first, b, torch.arange(8))
@@ -137,11 +138,17 @@ def test_report_of_a_fast_solution():
     timing = Timing.of(times, [us - 7 for us in times])
     assert (timing.median_us, timing.p10_us, timing.p90_us, timing.steps) == (50, 10, 90, 101)
     good = report(
-        floor_us=40, baselines={"eager": 500.0}, measured_on="a GPU", errors=[0.02], timing=timing
+        note="no GPU",
+        floor_us=40,
+        baselines={"eager": 500.0},
+        measured_on="a GPU",
+        errors=[0.02],
+        timing=timing,
     )
     assert good.speed() == {"fraction_of_floor": 0.8, "speedup_over_eager": 10}
     assert good.text().splitlines()[1:] == [
         "worst relative error of each run: 0.02; allowed 0.06",
+        "no GPU",
         "step: median 50.0 us, p10 10.0, p90 90.0 (101 steps); 50.0 by its process, 43.0 outside",
         "eager: 500 us on a GPU",
         "fraction_of_floor: 0.800",

@@ -135,6 +135,8 @@ LIES = [
     swapped("contract_md", 'as `["k"]` | `bfloat16`', 'as `["k"]` | `float32`'),
     swapped("contract_md", "bf16 or fp32, both accepted", "fp8 only"),
     swapped("contract_md", "**0.76**", "**0.01**"),
+    swapped("contract_md", "`pos < max_seq_len`", "`pos <= max_seq_len`"),
+    swapped("blurb", "538 MB", "33 MB"),
     swapped("contract_md", "by 13x", "by 30x"),
     swapped("spec_md", "holding 16384 tokens", "holding 999 tokens"),
     swapped("spec_md", "pos = 16384", "pos = 5"),
