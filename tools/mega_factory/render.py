@@ -156,8 +156,8 @@ def how_md(spec: MegaSpec) -> str:
     where, table = ("pools", "; the page table stays") if spec.kind == "paged" else ("caches", "")
     foreign = "the pages of other sequences, and " if spec.kind == "paged" else ""
     return f"""* Your file is imported in a process of its own; modules beside it can be imported.
-* There are {RUNS} runs, each with new weights, cache and tokens: `build_model`, `decode_step` up to
-  {spec.decode_steps} times, `teardown`. One of them ends early.
+* There are {RUNS} runs by default, each with new weights, cache and tokens: `build_model`, up to
+  {spec.decode_steps} times `decode_step`, `teardown`. One of them ends early.
 * `build_model` may so be called several times in one process: after `teardown`, or without if you
   have none. If then the GPU is not idle after {IDLE_S:g} s, the next run gets a new process.
 * **The cache is the state.** Between two steps its contents may be changed by others, as by an

@@ -123,7 +123,7 @@ class Worker:
         """Sends a command and waits for its answer.
 
         Args:
-            command: `do` names a method of the worker's session, the rest are its arguments.
+            command: `do` names one of the worker's, the rest are its arguments.
             phase: what it is doing meanwhile, for findings.
             fields: what the answer holds.
             payload: filled with the answer's bytes, which must be as many.

@@ -87,7 +87,7 @@ def test_drift(tmp_path):
 @BY_NAME
 def test_a_task_says_how_it_is_run(spec):
     text = how_md(spec)
-    assert f"There are {RUNS} runs" in text and f"{TIME_LIMIT_S:g} s" in text
+    assert f"There are {RUNS} runs by default" in text and f"{TIME_LIMIT_S:g} s" in text
     assert f"relative error of\n  {APPEND_TOL * spec.tol:g}," in text
     assert ("page table" in text) == (spec.kind == "paged")
 
