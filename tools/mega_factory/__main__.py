@@ -26,7 +26,9 @@ def _render(folder: Path, names: Sequence[str]) -> int:
 
 
 def _check(folder: Path) -> int:
-    found = [text for spec in specs.load_all().values() for text in render.drift(spec, folder)]
+    tasks = specs.load_all()
+    found = [text for spec in tasks.values() for text in render.drift(spec, folder)]
+    found += render.orphans(tasks, folder)
     for text in found:
         print(text)
     return 1 if found else 0
@@ -37,10 +39,10 @@ def _grade(bundle: Path, arguments: Sequence[str]) -> int:
     return subprocess.run([sys.executable, bundle / "grade.py", *arguments], check=False).returncode
 
 
-def _verify(name: str, scale: str, device: str, file: Path | None) -> int:
+def _verify(name: str, scale: str, device: str, steps: int | None, file: Path | None) -> int:
     spec = specs.load(name)
-    measured = verify.measure(spec, scale, device)
-    rows = [("what", "claimed", "measured"), *verify.comparison(spec, measured)]
+    measured = verify.measure(spec, scale, device, steps)
+    rows = list(verify.comparison(spec, measured))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for what, claim, found in rows:
         print(f"{what:{widths[0]}}  {claim:{widths[1]}}  {found}".rstrip())
@@ -69,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("name", metavar="spec")
     command.add_argument("--scale", choices=["tiny", "full"], default="full")
     command.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    command.add_argument("--steps", type=int, help="fewer than the task's: a CPU is slow")
     command.add_argument("--json", type=Path, help="also write the measurement here")
     return result
 
@@ -87,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "grade":
                 return _grade(args.bundle, args.arguments)
             case _:
-                return _verify(args.name, args.scale, args.device, args.json)
+                return _verify(args.name, args.scale, args.device, args.steps, args.json)
     except ValueError as error:
         print(f"mega_factory: {error}", file=sys.stderr)
         return 2

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-_MODULES = ("__init__", "__main__", "checks", "grading", "process", "report", "worker")
+_MODULES = ("__init__", "__main__", "checks", "grading", "inputs", "process", "report", "worker")
 
 # Path in a bundle: path in this package.
 GRADER_FILES = {

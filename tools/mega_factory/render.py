@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mega_factory.grader.checks import APPEND_TOL
+from mega_factory.grader.grading import IDLE_S, RUNS, TIME_LIMIT_S, warm_up
 from mega_factory.grading import GRADER_FILES
 from mega_factory.spec import BANDWIDTHS, Figures, MegaSpec
 
@@ -43,6 +45,10 @@ what they must compute, and `python grade.py solution.py` grades them, without a
 {perf_md}
 
 {regime_md}
+
+## How it is run
+
+{how_md}
 
 ## Figures
 
@@ -100,6 +106,7 @@ def spec_json(spec: MegaSpec) -> dict[str, Any]:
         "bandwidth": {"gpu": spec.gpu, "tb_s": BANDWIDTHS[spec.gpu]},
         "measured_on": figures and figures.measured_on,
         "unfused_kernels": spec.unfused_kernels,
+        "note": spec.note,
     }
 
 
@@ -127,7 +134,7 @@ def figures_md(spec: MegaSpec) -> str:
         if figures is not None
     }
     if not columns:
-        return "Not yet measured."
+        return "Not yet measured on a GPU." if spec.note is None else f"None: {spec.note}."
     names = dict.fromkeys(name for rows in columns.values() for name in rows)
     lines = [f"| what | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     lines += [
@@ -144,6 +151,34 @@ def figures_md(spec: MegaSpec) -> str:
     )
 
 
+def how_md(spec: MegaSpec) -> str:
+    """What the grader does with a solution, in the numbers that it does it with."""
+    where, table = ("pools", "; the page table stays") if spec.kind == "paged" else ("caches", "")
+    foreign = "the pages of other sequences, and " if spec.kind == "paged" else ""
+    return f"""* Your file is imported in a process of its own; modules beside it can be imported.
+* There are {RUNS} runs by default, each with new weights, cache and tokens: `build_model`, up to
+  {spec.decode_steps} times `decode_step`, `teardown`. One of them ends early.
+* `build_model` may so be called several times in one process: after `teardown`, or without if you
+  have none. If then the GPU is not idle after {IDLE_S:g} s, the next run gets a new process.
+* **The cache is the state.** Between two steps its contents may be changed by others, as by an
+  engine that swaps pages' contents: in every run, before a step that you cannot foresee, all tokens
+  that the cache came with are replaced in place{table}.
+  Read keys and values from the {where} in every step: a copy of your own is out of date.
+* The memory that you were given is compared after a step that you cannot foresee, and after the
+  last. K and V of a position may differ from the reference's by a relative error of
+  {APPEND_TOL * spec.tol:g}, over the KV heads of a layer.
+* Half of what you must not read holds NaN, half random numbers:
+  {foreign}slots past `pos`.
+* The current stream, in all three functions, is neither the default stream nor blocking: work on
+  the default stream is not ordered with it. A kernel that `build_model` launches may run on.
+* No process that you started may be alive when `build_model` or `decode_step` returns, and
+  `decode_step` may start none, nor ignore SIGCHLD: compile in `build_model`.
+* In one process your file's import and all calls together may take {TIME_LIMIT_S:g} s.
+* A step's time is the larger of that between two events around the call, and that from the request
+  to the answer in the grading process, less what both take without a solution. The first
+  {warm_up(spec.decode_steps)} steps of each run do not count."""
+
+
 def task_md(spec: MegaSpec) -> str:
     """The text of the task."""
     texts = {name: getattr(spec, name) for name in ("title", "blurb", "name", "regime_md")}
@@ -155,6 +190,7 @@ def task_md(spec: MegaSpec) -> str:
         precision_md=spec.precision_md,
         correctness_md=spec.correctness_md,
         perf_md=spec.perf_md.text,
+        how_md=how_md(spec),
         figures_md=figures_md(spec),
     )
 
@@ -207,5 +243,17 @@ def drift(spec: MegaSpec, folder: Path) -> Iterator[str]:
         path = bundle / name
         if not path.is_file():
             yield f"{spec.name}: {name}: missing"
-        elif path.read_text("utf-8") != text:
+        elif path.read_bytes() != text.encode():
             yield f"{spec.name}: {name}: edited, or rendered by another version of the factory"
+    for path in sorted(bundle.rglob("*")):
+        name = path.relative_to(bundle).as_posix()
+        if path.is_file() and name not in files and "__pycache__" not in path.parts:
+            yield f"{spec.name}: {name}: not of the bundle"
+
+
+def orphans(names: Iterable[str], folder: Path) -> Iterator[str]:
+    """A sentence for each bundle in a folder that is of none of the tasks."""
+    known = set(names)
+    for path in sorted(folder.glob("*/spec.json")):
+        if path.parent.name not in known:
+            yield f"{path.parent.name}: of no task"

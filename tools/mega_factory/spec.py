@@ -17,14 +17,15 @@ Kind = Literal["paged", "contiguous"]
 BANDWIDTHS = {"h200": 4.8}
 MEASURED = Path(__file__).parent / "measured"
 
-# What `verify` runs for every error: steps in a row, and seeds of weights, cache and tokens.
-VERIFY_STEPS = 8
+# Seeds of weights, cache and tokens that `verify` runs for every error.
 VERIFY_SEEDS = 2
+UNMEASURED = "not yet measured"
 
 # Values of cfg at tiny scale; the ratio of query to KV heads is that of the full one.
 TINY: Cfg = {"layers": 2, "d": 64, "ffn": 128, "n_kv": 2, "hd": 16, "vocab": 256}
 TINY_PAGE_SIZE = 8
 TINY_PREFILL = 29
+TINY_STEPS = 8
 
 
 class SpecError(ValueError):
@@ -49,6 +50,8 @@ class Figures:
             `twins.CORRECT`.
         drops: the same of implementations that lack a feature, by the names of `twins.DROPS`.
         paged_error: relative error between the paged and the contiguous reference.
+        steps: in a row, of each implementation.
+        seeds: of weights, cache and tokens.
     """
 
     measured_on: str
@@ -59,6 +62,8 @@ class Figures:
     errors: dict[str, float]
     drops: dict[str, float]
     paged_error: float
+    steps: int
+    seeds: int
 
     @property
     def floor(self) -> float:
@@ -66,9 +71,13 @@ class Figures:
         return max(self.errors.values())
 
     @classmethod
-    def load(cls, name: str, gpu: str = "h200") -> Figures | None:
-        """What `verify` measured of the task `name`; None if it has not run on that GPU."""
-        path = MEASURED / gpu / f"{name}.json"
+    def load(cls, name: str, place: str = "h200") -> Figures | None:
+        """What `verify` measured of the task `name` at `place`; None if it has not run there.
+
+        Raises:
+            ValueError: the file is of another task or scale.
+        """
+        path = MEASURED / place / f"{name}.json"
         if not path.exists():
             return None
         found = json.loads(path.read_text("utf-8"))
@@ -79,14 +88,102 @@ class Figures:
         return cls(**{field.name: found[field.name] for field in fields(cls)})
 
 
+def us(value: float | None) -> str:
+    """Microseconds as a table has them."""
+    return UNMEASURED if value is None else f"{value:g}"
+
+
 @dataclass(frozen=True)
+class Traffic:
+    """What a step must read.
+
+    Attributes:
+        cfg: of the model.
+        tokens: that all caches hold together when the last step has appended its own.
+        gpu: a key of BANDWIDTHS.
+    """
+
+    cfg: Cfg
+    tokens: int
+    gpu: str = "h200"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights: all but the embedding of an untied model."""
+        cfg: dict[str, int] = self.cfg
+        d, n_q, n_kv = cfg["d"], cfg["n_q"] * cfg["hd"], cfg["n_kv"] * cfg["hd"]
+        layer = 2 * d + 2 * d * n_q + 2 * d * n_kv + 3 * d * cfg["ffn"]
+        return 2 * (cfg["layers"] * layer + d + cfg["vocab"] * d)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values."""
+        cfg: dict[str, int] = self.cfg
+        return 4 * cfg["layers"] * cfg["n_kv"] * cfg["hd"] * self.tokens
+
+    @property
+    def floor_us(self) -> float:
+        """Microseconds of both at the datasheet rate."""
+        return (self.weight_bytes + self.kv_bytes) / BANDWIDTHS[self.gpu] / 1e6
+
+    @property
+    def weights(self) -> str:
+        """Of the weights, as texts state it."""
+        return f"{self.weight_bytes / 1e9:.3g} GB"
+
+    @property
+    def kv(self) -> str:
+        """Of keys and values, as texts state it."""
+        return f"{self.kv_bytes / 1e6:.0f} MB"
+
+    @property
+    def kv_percent(self) -> int:
+        """Share of keys and values."""
+        return round(100 * self.kv_bytes / (self.weight_bytes + self.kv_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Perf:
-    """What the performance section of a task says; see `specs._common.perf_md`."""
+    """The performance section of a task.
+
+    Attributes:
+        floor_us: microseconds of the step's traffic at the datasheet rate.
+        eager_us: of a step of the reference; None while unmeasured.
+        graph_us: of the same without launch overhead; None while unmeasured.
+        graph_label: how `graph_us` was taken.
+        bar: short for it, in a sentence.
+        lead: first paragraph: the traffic.
+        extra: advice, a Markdown list.
+    """
 
     floor_us: float
     eager_us: float | None
     graph_us: float | None
-    text: str
+    graph_label: str
+    bar: str
+    lead: str
+    extra: str
+
+    @property
+    def text(self) -> str:
+        """The section in Markdown, its table always that of the figures."""
+        rows = [
+            (f"the traffic at {BANDWIDTHS['h200']} TB/s, the datasheet rate", self.floor_us),
+            ("eager torch, the reference", self.eager_us),
+            (self.graph_label, self.graph_us),
+        ]
+        lines = [
+            f"| {label} | {us(value)} |"
+            f" {UNMEASURED if value is None else f'{value / self.floor_us:.1f}'} |"
+            for label, value in rows
+        ]
+        table = "\n".join(["| what | us per step | times the floor |", "|---|---:|---:|", *lines])
+        return (
+            f"{self.lead}\n\n{table}\n\n"
+            f"The median step counts, of those after each run's warm-up. The bar is the {self.bar}"
+            " time: a faster step has saved\ntraffic or waiting, not only launches."
+            f"\n\n{self.extra.strip()}"
+        )
 
 
 @dataclass(frozen=True)
@@ -140,6 +237,7 @@ class MegaSpec:
         gpu: that figures, floor and baselines are for, a key of BANDWIDTHS.
         claimed: figures that the texts state; None if they state those of `measured`.
         measured: figures that `verify` measured; None while it has not run.
+        cpu: figures that `verify` measured on a CPU: only their errors say something of the task.
     """
 
     name: str
@@ -163,6 +261,7 @@ class MegaSpec:
     perf_md: Perf
     regime_md: str
     measured: Figures | None
+    cpu: Figures | None = None
     claimed: Figures | None = None
     prefill_lens: list[int] | None = None
     gpu: str = "h200"
@@ -193,22 +292,35 @@ class MegaSpec:
         page_size: int = self.cfg["page_size"]
         return math.ceil(self.max_seq / page_size)
 
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a step must read: all but the embedding of an untied model."""
-        cfg: dict[str, int] = self.cfg
-        d, n_q, n_kv = cfg["d"], cfg["n_q"] * cfg["hd"], cfg["n_kv"] * cfg["hd"]
-        layer = 2 * d + 2 * d * n_q + 2 * d * n_kv + 3 * d * cfg["ffn"]
-        return 2 * (cfg["layers"] * layer + d + cfg["vocab"] * d)
+    @property
+    def traffic(self) -> Traffic:
+        """What the last step must read."""
+        return Traffic(self.cfg, sum(self.lens) + self.batch * self.decode_steps, self.gpu)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step must read."""
+        return self.traffic.weight_bytes
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that the last step must read."""
-        tokens = sum(self.lens) + self.batch * self.decode_steps
-        cfg: dict[str, int] = self.cfg
-        return 4 * cfg["layers"] * cfg["n_kv"] * cfg["hd"] * tokens
+        return self.traffic.kv_bytes
 
+    @property
     def floor_us(self) -> float:
         """Microseconds of that traffic at the datasheet rate."""
-        return (self.weight_bytes() + self.kv_bytes()) / BANDWIDTHS[self.gpu] / 1e6
+        return self.traffic.floor_us
+
+    @property
+    def note(self) -> str | None:
+        """What the tolerance lacks; None if it was measured on a GPU."""
+        if self.figures is not None or self.cpu is None:
+            return None
+        return (
+            f"the tolerance is not yet measured on a GPU: correct implementations err by up to"
+            f" {self.cpu.floor:g} on a CPU"
+        )
 
     def full(self) -> Scale:
         """The size that the texts describe."""
@@ -221,8 +333,8 @@ class MegaSpec:
         if self.kind == "paged":
             cfg["page_size"] = TINY_PAGE_SIZE
         lens = [max(1, TINY_PREFILL * n // max(self.lens)) for n in self.lens]
-        pages = math.ceil((max(lens) + VERIFY_STEPS) / TINY_PAGE_SIZE) + 1
-        return Scale(cfg, self.batch, lens, pages * TINY_PAGE_SIZE, VERIFY_STEPS, self.tol)
+        pages = math.ceil((max(lens) + TINY_STEPS) / TINY_PAGE_SIZE) + 1
+        return Scale(cfg, self.batch, lens, pages * TINY_PAGE_SIZE, TINY_STEPS, self.tol)
 
     def hash(self) -> str:
         """Of every field: what a bundle was rendered from."""

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from mega_factory.spec import BANDWIDTHS, VERIFY_STEPS, Figures, MegaSpec
+from mega_factory.spec import BANDWIDTHS, TINY_STEPS, Figures, MegaSpec
 from mega_factory.twins import CORRECT, DROPS
 
 CFG_COUNTS = ("layers", "d", "ffn", "n_q", "n_kv", "hd", "vocab")
@@ -24,13 +24,7 @@ FUNCTIONS = ("make_weights", "make_kv_cache", "build_model", "decode_step")
 FLOOR_MARGIN = (2, 4)
 DROP_MARGIN = 1.5
 
-# Neither part of a word, such as 2.2x, nor the end of a range, such as 0..128.
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w]|\.\d)")
-
-
-def numbers(text: str) -> set[float]:
-    """Every number in a text that stands alone."""
-    return {float(number) for number in NUMBER.findall(text)}
+NUMBER = r"(\d+(?:\.\d+)?(?:e-?\d+)?)"
 
 
 def rows(contract_md: str) -> dict[str, str]:
@@ -45,7 +39,7 @@ def violations(spec: MegaSpec) -> list[str]:
     if found:
         # Shapes, traffic and pages follow from these.
         return [*found, *_empty(spec)]
-    checks = (_empty, _pages, _model, _contract, _regime, _floor, _figures, _tolerance)
+    checks = (_empty, _pages, _model, _contract, _regime, _floor, _stated, _figures, _tolerance)
     return [violation for check in checks for violation in check(spec)]
 
 
@@ -92,8 +86,8 @@ def _lengths(spec: MegaSpec) -> Iterator[str]:
             yield f"{field}: expected a positive int, got {value}"
     if min(counts.values()) < 1:
         return
-    if spec.decode_steps < VERIFY_STEPS:
-        yield f"decode_steps: expected verify's {VERIFY_STEPS} or more, got {spec.decode_steps}"
+    if spec.decode_steps < TINY_STEPS:
+        yield f"decode_steps: expected at least {TINY_STEPS}, got {spec.decode_steps}"
     yield from _expect("prefill_lens: their number", spec.batch, len(spec.lens))
     yield from _expect("prefill_len: the most of prefill_lens", max(spec.lens), spec.prefill_len)
     if min(spec.lens) < 1:
@@ -113,12 +107,101 @@ def _empty(spec: MegaSpec) -> Iterator[str]:
             yield f"{field}: expected a text, got an empty one"
 
 
-def _missing(field: str, text: str, wanted: dict[str, float]) -> Iterator[str]:
-    """A violation for each figure, by its name, that a text does not state."""
-    stated = numbers(text)
-    for what, value in wanted.items():
-        if not any(math.isclose(value, number, rel_tol=1e-9) for number in stated):
-            yield f"{field}: expected it to state {what}, {value:g}"
+def _missing(field: str, text: str, wanted: Iterable[str]) -> Iterator[str]:
+    """A violation for each phrase that a text lacks, wherever its lines break."""
+    words = " ".join(text.split())
+    for phrase in wanted:
+        if not re.search(rf"(?<![\w.]){re.escape(phrase)}(?![\w]|\.\d)", words):
+            yield f"{field}: expected it to state {phrase!r}"
+
+
+def _statements(spec: MegaSpec) -> dict[str, set[float]]:
+    """What may stand for the number in each phrase, in whichever text it occurs."""
+    cfg, lens, traffic = spec.cfg, spec.lens, spec.traffic
+    layers, head = cfg["layers"], 2 * cfg["vocab"] * cfg["d"]
+    mb_of_layer = (traffic.weight_bytes - head) / layers / 1e6
+    kv_mb = traffic.kv_bytes / 1e6
+    wanted: dict[str, set[float]] = {
+        r"NUMBER GB": {float(f"{traffic.weight_bytes / 1e9:.3g}")},
+        r"(?<!weights are )NUMBER MB(?! of pure copy)": {round(kv_mb)},
+        r"NUMBER MB of pure copy per layer": {math.floor(kv_mb / layers)},
+        r"layer's weights are NUMBER MB": {round(mb_of_layer)},
+        r"NUMBER% of (?:your|the) bytes": {traffic.kv_percent},
+        r"[Bb]atch NUMBER": {spec.batch},
+        r"[Pp]refill NUMBER": {spec.prefill_len},
+        r"decode NUMBER more": {spec.decode_steps},
+        r"NUMBER layers": {layers},
+        r"repeated NUMBER times": {layers},
+        r"holding NUMBER tokens": {spec.prefill_len},
+        r"and NUMBER tokens of each": {spec.prefill_len},
+        r"pos = NUMBER": {spec.prefill_len},
+        r"from NUMBER to": {min(lens)},
+        r"NUMBER tokens long": {max(lens), max(lens) + spec.decode_steps},
+        r"NUMBER keys of": {spec.prefill_len + 1},
+        r"floor near NUMBER": {round(traffic.floor_us)},
+        r"NUMBER columns": {spec.batch},
+    }
+    if spec.kind == "paged":
+        size, pages = cfg["page_size"], spec.batch * spec.pages_per_seq
+        read = math.ceil((spec.prefill_len + spec.decode_steps) / size)
+        wanted |= {
+            r"NUMBER-token": {size},
+            r"pages of NUMBER tokens": {size},
+            r"NUMBER-page": {2 * pages},
+            r"holds NUMBER pages": {2 * pages},
+            r"owns NUMBER": {pages},
+            r"other NUMBER hold": {pages},
+            r"NUMBER per sequence": {spec.pages_per_seq},
+            r"over NUMBER pages": {math.ceil(spec.prefill_len / size)},
+            r"across NUMBER pages": {read},
+            r"NUMBER independent": {read},
+            r"NUMBER int32": {read},
+            r"NUMBER KB": {2 * cfg["n_kv"] * size * cfg["hd"] / 1024},
+        }
+    return wanted | _stated_figures(spec)
+
+
+def _stated_figures(spec: MegaSpec) -> dict[str, set[float]]:
+    """The same, of what was measured."""
+    figures = spec.figures or spec.cpu
+    if figures is None:
+        return {}
+    drops = {name: _two_digits(error) for name, error in figures.drops.items()}
+    errors = {*drops.values(), _two_digits(figures.floor), figures.paged_error}
+    times = {float(round(error / spec.tol)) for error in drops.values()}
+    wanted: dict[str, set[float]] = {
+        r"NUMBER consecutive": {figures.steps},
+        r"NUMBER (?:weight/token )?seeds": {figures.seeds},
+        r"NUMBERx E": {_two_digits(spec.tol / figures.floor)},
+        r"E = NUMBER": {_two_digits(figures.floor)},
+        r"NUMBER floor": {_two_digits(figures.floor)},
+        r"(?:measures|numerical floor of|relative error of) NUMBER": errors,
+        r"by NUMBERx": times,
+        r"is NUMBERx the tolerance": times,
+    }
+    if spec.perf_md.graph_us is not None:
+        wanted |= {
+            r"NUMBER ms row": {_two_digits(spec.perf_md.graph_us / 1e3)},
+            r"still NUMBERx the floor": {round(spec.perf_md.graph_us / spec.floor_us)},
+        }
+    return wanted
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def _stated(spec: MegaSpec) -> Iterator[str]:
+    """Violations where a text states another number than the spec's, in a phrase that is known."""
+    texts = {field: getattr(spec, field) for field in TEXTS} | {"perf_md": spec.perf_md.text}
+    for field, text in texts.items():
+        words = re.sub(r"[*`]", "", " ".join(text.split()))
+        for phrase, allowed in _statements(spec).items():
+            pattern = r"(?<![\w.-])" + phrase.replace("NUMBER", NUMBER) + r"(?!\w)"
+            for match in re.finditer(pattern, words):
+                if not any(math.isclose(float(match[1]), value) for value in allowed):
+                    expected = " or ".join(f"{value:g}" for value in sorted(allowed))
+                    yield f"{field}: expected {expected} in {match[0]!r}"
 
 
 def _pages(spec: MegaSpec) -> Iterator[str]:
@@ -127,11 +210,7 @@ def _pages(spec: MegaSpec) -> Iterator[str]:
     page_size, per_seq = spec.cfg["page_size"], spec.pages_per_seq
     if spec.max_seq % page_size:
         yield f"max_seq: expected a multiple of page_size = {page_size}, got {spec.max_seq}"
-    wanted = {
-        "the pages of a pool": 2 * spec.batch * per_seq,
-        "the pages that this batch owns": spec.batch * per_seq,
-        "the tokens of a page": page_size,
-    }
+    wanted = (f"holds {2 * spec.batch * per_seq} pages", f"owns {spec.batch * per_seq} of them")
     yield from _missing("spec_md", spec.spec_md, wanted)
 
 
@@ -150,29 +229,31 @@ def _arguments(spec: MegaSpec) -> dict[str, list[str]]:
         "in_norm (d,)", "post_norm (d,)", "q (n_q*hd, d)", "k (n_kv*hd, d)", "v (n_kv*hd, d)",
         "o (d, n_q*hd)", "gate (ffn, d)", "up (ffn, d)", "down (d, ffn)",
     )  # fmt: skip
+    dtype = "`bfloat16`"
     wanted = {
-        "weights": [f"{layers} dicts"],
-        'weights["embed"]': [f"`({cfg['vocab']}, {cfg['d']})`"],
-        'weights["final_norm"]': ["`(d,)`"],
-        'weights["layers"][i]': [f"`{tensor}`" for tensor in tensors],
+        "weights": [f"{layers} dicts", dtype],
+        'weights["embed"]': [f"`({cfg['vocab']}, {cfg['d']})`", dtype],
+        'weights["final_norm"]': ["`(d,)`", dtype],
+        'weights["layers"][i]': [dtype, *(f"`{tensor}`" for tensor in tensors)],
         "cfg": [key for key in cfg if key != "tied"],
         "max_seq_len": [f"`{spec.max_seq}`"],
         "token_ids": ["`(B,)`", "`int64`"],
         "pos": ["`(B,)`", "`int64`"] if spec.per_sequence_pos else ["scalar", "`int`"],
     }
     if not cfg.get("tied", True):
-        wanted['weights["lm_head"]'] = [f"`({cfg['vocab']}, {cfg['d']})`"]
+        wanted['weights["lm_head"]'] = [f"`({cfg['vocab']}, {cfg['d']})`", dtype]
     if spec.kind == "contiguous":
         shape = f"({spec.batch}, {cfg['n_kv']}, {spec.max_seq}, {cfg['hd']})"
-        return wanted | {"kv_cache": [f"{layers} pairs", f"`{shape}`"]}
+        return wanted | {"kv_cache": [f"{layers} pairs", f"`{shape}`", dtype]}
     return wanted | {
         "kv_cache": ["`dict`", "`k`", "`v`", "`page_table`", "`page_size`"],
         'kv_cache["k"]': [
             f"{layers} tensors",
             "`(n_pages, n_kv, page_size, hd)`",
             f"= {2 * spec.batch * spec.pages_per_seq} ",
+            dtype,
         ],
-        'kv_cache["v"]': ['`["k"]`'],
+        'kv_cache["v"]': ['`["k"]`', dtype],
         'kv_cache["page_table"]': ["`(B, pages_per_seq)`", "`int32`"],
         'kv_cache["page_size"]': [f"`{cfg['page_size']}`"],
     }
@@ -187,37 +268,38 @@ def _contract(spec: MegaSpec) -> Iterator[str]:
         for text in wanted:
             if text not in table[argument]:
                 yield f"contract_md: expected {text} in the row of `{argument}`"
-    result = f"`({spec.batch}, {spec.cfg['vocab']})`"
-    if result not in spec.contract_md.partition("**Return**")[2]:
-        yield f"contract_md: expected {result} after **Return**"
+    if re.search(r"pos (?:<=|>=?) max_seq_len", spec.contract_md):
+        yield "contract_md: expected pos < max_seq_len"
+    for result in (f"`({spec.batch}, {spec.cfg['vocab']})`", "bf16 or fp32"):
+        if result not in spec.contract_md.partition("**Return**")[2]:
+            yield f"contract_md: expected {result} after **Return**"
 
 
 def _regime(spec: MegaSpec) -> Iterator[str]:
-    cfg = spec.cfg
-    wanted = {
-        "batch": spec.batch,
-        "prefill_len": spec.prefill_len,
-        "decode_steps": spec.decode_steps,
-        **{key: cfg[key] for key in CFG_COUNTS},
-        "the floor in us": round(spec.floor_us()),
-    }
+    cfg, traffic = spec.cfg, spec.traffic
+    wanted = [
+        f"batch {spec.batch}", f"{cfg['layers']} layers", f"`d`={cfg['d']}", f"ffn={cfg['ffn']}",
+        f"{cfg['n_q']} query / {cfg['n_kv']} KV heads", f"head_dim {cfg['hd']}",
+        f"vocab {cfg['vocab']}", f"**{spec.prefill_len}** tokens",
+        f"decode {spec.decode_steps} more", f"{traffic.weights} of weights + {traffic.kv} of KV",
+        f"floor near {traffic.floor_us:.0f} us",
+    ]  # fmt: skip
     if spec.kind == "paged":
-        wanted["page_size"] = cfg["page_size"]
+        wanted.append(f"{cfg['page_size']}-token pages")
     yield from _missing("regime_md", spec.regime_md, wanted)
 
 
 def _floor(spec: MegaSpec) -> Iterator[str]:
-    floor = round(spec.floor_us())
+    floor = round(spec.floor_us)
     if spec.perf_md.floor_us != floor:
         yield (
-            f"perf_md: expected floor_us = {floor}: {spec.weight_bytes() / 1e9:.3f} GB of weights"
-            f" and {spec.kv_bytes() / 1e6:.1f} MB of KV at {BANDWIDTHS[spec.gpu]} TB/s,"
+            f"perf_md: expected floor_us = {floor}: {spec.weight_bytes / 1e9:.3f} GB of weights"
+            f" and {spec.kv_bytes / 1e6:.1f} MB of KV at {BANDWIDTHS[spec.gpu]} TB/s,"
             f" got {spec.perf_md.floor_us}"
         )
-    gigabytes = float(f"{spec.weight_bytes() / 1e9:.3g}")
-    megabytes = round(spec.kv_bytes() / 1e6)
-    wanted = {"GB of weights": gigabytes, "MB of KV": megabytes, "the floor in us": floor}
-    yield from _missing("perf_md", spec.perf_md.text, wanted)
+    traffic = spec.traffic
+    wanted = (f"{traffic.weights} of weights and {traffic.kv} of KV",)
+    yield from _missing("perf_md", spec.perf_md.lead, wanted)
 
 
 def _figures(spec: MegaSpec) -> Iterator[str]:
@@ -232,17 +314,32 @@ def _figures(spec: MegaSpec) -> Iterator[str]:
     graph_us = figures.busy_us if figures.graph_us is None else figures.graph_us
     yield from _expect("perf_md: graph_us", graph_us, spec.perf_md.graph_us)
     for us in (figures.eager_us, figures.busy_us, figures.graph_us):
-        if us is not None and us < spec.floor_us():
-            yield f"figures: expected no time below the floor of {spec.floor_us():.0f} us, got {us}"
-    wanted = {f"the error of {name}": error for name, error in figures.errors.items()}
-    wanted |= {f"the error of {name}": error for name, error in figures.drops.items()}
-    yield from _missing("precision_md", spec.precision_md, wanted)
+        if us is not None and us < spec.floor_us:
+            yield f"figures: expected no time below the floor of {spec.floor_us:.0f} us, got {us}"
+
+
+def _errors(spec: MegaSpec) -> Iterator[str]:
+    """Violations where the table of errors in precision_md has others than the figures."""
+    cells = re.findall(rf"^\|.*\| \**{NUMBER}\** \|$", spec.precision_md, re.MULTILINE)
+    found = sorted(float(cell) for cell in cells)
+    figures = spec.figures or spec.cpu
+    if figures is None:
+        return
+    wanted = sorted([*figures.errors.values(), *figures.drops.values(), spec.tol])
+    if len(found) != len(wanted) or not all(map(math.isclose, found, wanted)):
+        yield f"precision_md: expected a table of the errors and tol, {wanted}, got {found}"
 
 
 def _tolerance(spec: MegaSpec) -> Iterator[str]:
-    yield from _missing("precision_md", spec.precision_md, {"tol": spec.tol})
-    yield from _missing("correctness_md", spec.correctness_md, {"tol": spec.tol})
-    for what, figures in (("claimed", spec.claimed), ("measured", spec.measured)):
+    yield from _missing("correctness_md", spec.correctness_md, [f"at most **{spec.tol:g}**"])
+    tols = re.findall(rf"(?:`tol` is `|tol = ){NUMBER}", spec.precision_md)
+    if not tols or {float(tol) for tol in tols} != {spec.tol}:
+        yield f"precision_md: expected it to state tol, {spec.tol:g}, got {', '.join(tols)}"
+    yield from _errors(spec)
+    sources = {"claimed": spec.claimed, "measured": spec.measured, "on a CPU": spec.cpu}
+    if not any(sources.values()):
+        yield "tol: expected errors measured on a GPU or a CPU, got none"
+    for what, figures in sources.items():
         if figures is not None:
             yield from (f"tol: {what}: {text}" for text in _margins(spec, figures))
 

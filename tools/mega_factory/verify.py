@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import statistics
 import time
@@ -14,7 +15,7 @@ import torch
 
 from kernelkit.results import Environment
 from mega_factory.models import contiguous, paged
-from mega_factory.spec import VERIFY_SEEDS, VERIFY_STEPS, MegaSpec, Scale
+from mega_factory.spec import VERIFY_SEEDS, MegaSpec, Scale
 from mega_factory.twins import CORRECT, Twin, relative_error
 
 MODELS: dict[str, Any] = {"paged": paged, "contiguous": contiguous}
@@ -48,7 +49,7 @@ class Fixture:
             self.cfg, scale.batch, scale.prefill_lens, scale.max_seq, seed, device
         )
         generator = torch.Generator().manual_seed(seed)
-        shape = (VERIFY_STEPS, scale.batch)
+        shape = (scale.decode_steps, scale.batch)
         self.tokens = torch.randint(self.cfg["vocab"], shape, generator=generator).to(device)
         self.lens = torch.tensor(scale.prefill_lens, device=device)
 
@@ -75,9 +76,9 @@ def worst_error(step: Callable[[int], torch.Tensor], expected: list[torch.Tensor
 
 
 def errors_of(fixture: Fixture, drops: list[str]) -> dict[str, float]:
-    """The worst relative error of each implementation, correct and not, in `VERIFY_STEPS`."""
+    """The worst relative error of each implementation, correct and not, in all of a run's steps."""
     reference = fixture.reference()
-    expected = [reference(number) for number in range(VERIFY_STEPS)]
+    expected = [reference(number) for number in range(fixture.scale.decode_steps)]
     found = {name: worst_error(fixture.twin(full=name == "all_fp32"), expected) for name in CORRECT}
     for drop in drops:
         found[drop] = worst_error(fixture.twin(full=False, drop=drop), expected)
@@ -89,7 +90,7 @@ def paged_error(spec: MegaSpec, scale: Scale, device: str) -> float:
     logits = []
     for kind in MODELS:
         reference = Fixture(spec, scale, 0, device, kind).reference()
-        logits.append([reference(number) for number in range(VERIFY_STEPS)])
+        logits.append([reference(number) for number in range(scale.decode_steps)])
     return max(relative_error(*pair) for pair in zip(*logits, strict=True))
 
 
@@ -169,15 +170,25 @@ def rounded(errors: dict[str, float]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def measure(spec: MegaSpec, scale_name: str, device: str) -> dict[str, Any]:
+def measure(
+    spec: MegaSpec, scale_name: str, device: str, steps: int | None = None
+) -> dict[str, Any]:
     """What a file of `measured` holds: a spec.Figures, its environment, and how it was measured.
 
     Args:
         spec: the task.
         scale_name: `full` or `tiny`.
         device: `cpu` or `cuda`.
+        steps: in a row, `WARM_UP` or more; by default the task's.
+
+    Raises:
+        ValueError: too few or too many steps.
     """
     scale = spec.full() if scale_name == "full" else spec.tiny()
+    if steps is not None:
+        if not WARM_UP <= steps <= scale.decode_steps:
+            raise ValueError(f"steps: expected {WARM_UP} to {scale.decode_steps}, got {steps}")
+        scale = dataclasses.replace(scale, decode_steps=steps)
     errors = [
         errors_of(Fixture(spec, scale, seed, device, spec.kind), spec.drops)
         for seed in range(VERIFY_SEEDS)
@@ -202,19 +213,21 @@ def measure(spec: MegaSpec, scale_name: str, device: str) -> dict[str, Any]:
         "errors": rounded({name: worst[name] for name in CORRECT}),
         "drops": rounded({name: worst[name] for name in spec.drops}),
         "paged_error": equal,
-        "floor_us": round(spec.floor_us(), 1) if scale_name == "full" else None,
-        "steps": VERIFY_STEPS,
+        "floor_us": round(spec.floor_us, 1) if scale_name == "full" else None,
+        "steps": scale.decode_steps,
         "seeds": VERIFY_SEEDS,
         "environment": asdict(where),
     }
 
 
 def comparison(spec: MegaSpec, measured: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """What was claimed beside what was measured: name, claim, measurement."""
-    claimed: dict[str, Any] = {} if spec.claimed is None else asdict(spec.claimed)
+    """What the texts state, at full scale, beside what was measured: name, claim, measurement."""
+    yield "what", "claimed, full scale", f"measured, {measured['scale']} scale"
+    claimed: dict[str, Any] = {} if spec.figures is None else asdict(spec.figures)
     claimed |= {"floor_us": spec.perf_md.floor_us}
     for name in (
         "measured_on", "kernels", "eager_us", "busy_us", "graph_us", "floor_us", "paged_error",
+        "steps",
     ):  # fmt: skip
         value = measured[name]
         if name == "graph_us" and value is None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .inputs import owned_pages, pools_of, slot_mask, slots_of
 from .report import Finding, SolutionError
-from .worker import LOGITS_DTYPES, owned_pages, pools_of, slot_mask, slots_of
+from .worker import LOGITS_DTYPES
 
 # Steps that hid time by less than this, or by less than this share of it, pass: so much the
 # grader's own work and the scheduler vary. A CPU is busy with the steps themselves, and with much
@@ -21,6 +23,8 @@ from .worker import LOGITS_DTYPES, owned_pages, pools_of, slot_mask, slots_of
 HIDDEN_US = {"cuda": 300.0, "cpu": 10_000.0}
 HIDDEN_SHARE = 0.1
 
+
+POISON = "half of what must not be read is NaN"
 
 # Keys and values against the logits' tolerance. With 16 layers of width 512, those of a right
 # solution err up to 1.2 times as much as its logits; ones that were never written, by 1 or more.
@@ -36,12 +40,18 @@ class Observed:
         logits: what each step returned: (B, vocab), bf16 or fp32, on the CPU.
         times_us: each step's time by the solution's process.
         walls_us: each step's time by the grading process, from its request to the answer.
+        overhead_us: what of that is the grader's own, as measured without a solution.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     times_us: list[float] = field(default_factory=list)
     walls_us: list[float] = field(default_factory=list)
+    overhead_us: float = 0.0
+
+    def seen_us(self) -> list[float]:
+        """Each step's time from outside, less the grader's own work."""
+        return [wall - self.overhead_us for wall in self.walls_us]
 
     def outside_us(self) -> list[float]:
         """What of each step's time was outside `decode_step`."""
@@ -68,11 +78,11 @@ def check_returned(about: dict[str, Any], shape: tuple[int, int], device: str) -
                 Finding(check, f"{what} of the logits: expected {wanted}, got {found}")
             )
 
-    expect("output_type", "type", about.get("type"), "Tensor")
-    expect("output_shape", "shape", about.get("shape"), list(shape))
-    expect("output_dtype", "dtype", about.get("dtype"), *LOGITS_DTYPES)
-    expect("output_device", "device", about.get("device"), device)
-    if about.get("alias") is not None:
+    expect("output_type", "type", about["type"], "Tensor")
+    expect("output_shape", "shape", about["shape"], list(shape))
+    expect("output_dtype", "dtype", about["dtype"], *LOGITS_DTYPES)
+    expect("output_device", "device", about["device"], device)
+    if about["alias"] is not None:
         raise SolutionError(
             Finding("output_alias", f"the logits lie in the memory of {about['alias']}")
         )
@@ -80,16 +90,14 @@ def check_returned(about: dict[str, Any], shape: tuple[int, int], device: str) -
 
 
 def check_logits(
-    observed: Observed, expected: list[Tensor], earlier: list[Observed], poison: str | None,
-    tol: float,
-) -> tuple[float, list[Finding]]:  # fmt: skip
+    observed: Observed, expected: list[Tensor], earlier: list[Observed], tol: float
+) -> tuple[float, list[Finding]]:
     """The worst relative error of a run, and a finding on its first wrong step, if there is one.
 
     Args:
         observed: what the solution returned.
         expected: the reference's logits for the same tokens.
         earlier: the runs before, whose logits must not come again.
-        poison: what was NaN in this run, see `worker.make_inputs`.
         tol: the largest relative error that passes.
     """
     errors = [relative_error(*pair) for pair in zip(observed.logits, expected, strict=True)]
@@ -102,11 +110,8 @@ def check_logits(
     count = f"{len(wrong)} of {len(errors)} steps are wrong"
     if not logits.isfinite().all():
         bad = int((~logits.isfinite()).sum())
-        detail = f"{bad} of {logits.numel()} logits are not finite; {count}"
-        if poison is not None:
-            detail += f"; in this run {poison.replace('_', ' ')} are NaN"
-        check = "non_finite" if poison is None else f"reads_{poison}"
-        return float("inf"), [Finding(check, detail, step=step)]
+        detail = f"{bad} of {logits.numel()} logits are not finite; {count}; {POISON}"
+        return float("inf"), [Finding("non_finite", detail, step=step)]
     source = origin(logits, step, observed, expected, earlier, tol)
     detail = f"relative error {errors[step]:.3g}, allowed {tol:g}; {count}"
     if source is None:
@@ -134,21 +139,23 @@ def check_memory(
     original: dict[str, Tensor],
     kv_cache: Any,
     scale: dict[str, Any],
+    steps: int,
 ) -> list[Finding]:
-    """Compares everything that the solution was given with what it must be after a run.
+    """Compares everything that the solution was given with what it must be after some steps.
 
     Args:
         read: the solution's tensor at a path, like the given one in shape, dtype and device.
-        original: by path, weights and cache as they were given.
+        original: by path, weights and cache as they were given, or rewritten since.
         kv_cache: the reference's, after the same steps.
         scale: of the bundle's spec.json.
+        steps: how many.
 
     Returns:
         One finding of each kind, on the first tensor that has it.
     """
     pools = pools_of(kv_cache)
     start = scale["prefill_lens"]
-    appended = slot_mask(kv_cache, start, [n + scale["decode_steps"] for n in start])
+    appended = slot_mask(kv_cache, start, [n + steps for n in start])
     owned = owned_pages(kv_cache, scale)
     found: dict[str, list[Finding]] = {}
     for path, before in original.items():
@@ -158,7 +165,7 @@ def check_memory(
             outside = changed.any(dim=-1).transpose(1, 2).any(dim=-1) & ~appended
             findings = [
                 *foreign_writes(path, outside, owned),
-                *missing_appends(path, after, pools[path], kv_cache, scale),
+                *missing_appends(path, after, pools[path], kv_cache, scale, steps),
             ]
         else:
             findings = list(read_only(path, changed))
@@ -194,13 +201,13 @@ def foreign_writes(path: str, outside: Tensor, owned: Tensor) -> Iterator[Findin
 
 
 def missing_appends(
-    path: str, after: Tensor, expected: Tensor, kv_cache: Any, scale: dict[str, Any]
+    path: str, after: Tensor, expected: Tensor, kv_cache: Any, scale: dict[str, Any], steps: int
 ) -> Iterator[Finding]:
-    """Findings on positions of this run whose K or V is not the reference's."""
+    """Findings on positions of the first `steps` whose K or V is not the reference's."""
     tol = APPEND_TOL * scale["tol"]
     wrong = []
     for b, first in enumerate(scale["prefill_lens"]):
-        positions = torch.arange(first, first + scale["decode_steps"], device=after.device)
+        positions = torch.arange(first, first + steps, device=after.device)
         pages, slots = slots_of(kv_cache, b, positions)
         got, want = (x[pages, :, slots].flatten(1).float() for x in (after, expected))
         errors = (got - want).norm(dim=1) / want.norm(dim=1)
@@ -221,25 +228,28 @@ def missing_appends(
         )
 
 
-def check_clock(observed: Observed, overhead_us: float, device: str) -> list[Finding]:
+def check_clock(observed: Observed, hidden_us: float) -> list[Finding]:
     """A finding if most steps took longer, seen from outside, than the solution's process says.
 
     Args:
         observed: what the solution did.
-        overhead_us: what a step costs the grader besides, as measured without a solution.
-        device: `cpu` or `cuda`.
+        hidden_us: how much longer a step may take, if a tenth of it is less.
     """
     # The lower quartile: a busy machine delays the answers of some steps, hardly of most.
-    outside = sorted(observed.outside_us())[len(observed.walls_us) // 4]
+    outside = sorted(observed.outside_us())[len(observed.walls_us) // 4] - observed.overhead_us
     wall, time = statistics.median(observed.walls_us), statistics.median(observed.times_us)
-    if outside - overhead_us <= max(HIDDEN_US[device], HIDDEN_SHARE * wall):
+    if outside <= max(hidden_us, HIDDEN_SHARE * wall):
         return []
-    detail = f"a step says it takes {time:.0f} us, and takes {wall - overhead_us:.0f} us"
+    detail = f"a step says it takes {time:.0f} us, and takes {wall - observed.overhead_us:.0f} us"
     return [Finding("clock", detail)]
 
 
-def checked_time(us: Any) -> float:
-    """The microseconds that the solution's process says a step took."""
-    if not isinstance(us, float) or not us >= 0:
+def checked_time(us: float) -> float:
+    """The microseconds that the solution's process says a step took.
+
+    Raises:
+        SolutionError: it is no time.
+    """
+    if not 0 <= us < math.inf:
         raise SolutionError(Finding("protocol", f"expected microseconds, got {us!r}"))
     return us

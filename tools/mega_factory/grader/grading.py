@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grades a solution: runs it in a process of its own and judges what it did from outside.
+"""Grades a solution: runs it in a process of its own and judges what that process answers.
 
 The reference runs here, and only after the solution's steps: the solution's process never holds
 what it is compared with, and the GPU is the solution's alone while steps are timed. Every step is
-both checked and timed, so that none can be right only where it is looked at.
+both checked and timed, so that none can be right only where it is looked at. The cache is read
+after a step that cannot be foreseen, and after the last, which in one of the runs cannot either;
+before another step, all tokens that the cache came with are replaced by others.
+
+What counts from outside is logits of tokens that nothing tells before their step, time by the clock
+here, and the kernel's account of processes. The memory of the solution's process is read by that
+process: one that searches it for the worker's own objects, see `worker`, can answer with what it
+kept. Tokens of all steps follow from a seed in this process, which a process of the same user may
+read where the system allows it.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,13 +32,22 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .process import PROC, Worker
+from .inputs import data_of, load, make_inputs, plain_defaults, pools_of, tensors_in, written
+from .process import PROC, Fields, Worker, descendants
 from .report import Finding, Report, SolutionError, Timing
-from .worker import data_of, load, make_inputs, tensors_in
 
+RUNS = 3
+TIME_LIMIT_S = 600.0
 REHEARSALS = 8
 # How long to wait for a device that a solution without `teardown` may have left a kernel on.
 IDLE_S = 5.0
+
+
+# What the solution's process says about a step.
+STEP_FIELDS: Fields = {
+    "us": float, "type": str, "dtype": str, "shape": list, "device": str,
+    "alias": (str, type(None)),
+}  # fmt: skip
 
 
 class BundleError(Exception):
@@ -47,8 +64,9 @@ def read_spec(bundle: Path) -> dict[str, Any]:
 
 
 def grade(
-    bundle: Path, solution: Path, *, scale: str = "full", device: str = "cuda", runs: int = 3,
-    time_limit: float = 600, seed: int | None = None,
+    bundle: Path, solution: Path, *, scale: str = "full", device: str = "cuda",
+    runs: int = RUNS, time_limit: float = TIME_LIMIT_S, seed: int | None = None,
+    hidden_us: float | None = None,
 ) -> Report:  # fmt: skip
     """Grades `solution`.
 
@@ -57,11 +75,12 @@ def grade(
         solution: a Python file with build_model, decode_step and, if it likes, teardown.
         scale: of spec.json.
         device: `cpu` or `cuda`.
-        runs: how many, each with fresh weights, cache, page table and tokens. In the second, pages
-            of other sequences are NaN, in the third the slots that no token was written to; then
-            the same again. A contiguous cache has no pages of others.
+        runs: how many, each with fresh weights, cache, page table and tokens.
         time_limit: seconds that the solution may take in one process, all calls together.
-        seed: of an earlier report, to repeat it.
+        seed: of an earlier report, to repeat it. The command line, which the solution's process can
+            read, may have it: the report is no grade.
+        hidden_us: how much longer a step may take than its process says, by default
+            `checks.HIDDEN_US`.
 
     Raises:
         BundleError: grading is not possible.
@@ -75,19 +94,27 @@ def grade(
         raise BundleError("device: expected a GPU for cuda, got a torch that sees none")
     if not PROC.is_dir():
         raise BundleError(f"machine: expected {PROC}, where the solution's processes are listed")
-    seed = secrets.randbits(48) if seed is None else seed
+    if runs < 1:
+        raise BundleError(f"runs: expected at least 1, got {runs}")
     report = Report(
-        task=spec["name"], hash=spec["hash"], scale=scale, device=device_name(device), seed=seed,
-        tol=spec["scales"][scale]["tol"],
+        task=spec["name"], hash=spec["hash"], scale=scale, device=device_name(device),
+        seed=secrets.randbits(48) if seed is None else seed, repeat=seed is not None, runs=runs,
+        tol=spec["scales"][scale]["tol"], note=spec["note"],
     )  # fmt: skip
     if scale == "full" and device == "cuda":
         times = {name.removesuffix("_us"): us for name, us in (spec["baselines"] or {}).items()}
         report.baselines = {name: us for name, us in times.items() if us is not None}
-        report.floor_us = spec["floor_us"]
-    work = Grading(bundle, solution, spec, report, device, time_limit)
+        report.floor_us, report.measured_on = spec["floor_us"], spec["measured_on"]
+    hidden_us = checks.HIDDEN_US[device] if hidden_us is None else hidden_us
+    work = Grading(bundle, solution, spec, report, device, time_limit, hidden_us)
     with contextlib.closing(work) as grading:
-        grading.grade(runs)
+        grading.grade()
     return report
+
+
+def warm_up(steps: int) -> int:
+    """How many steps of a run are not timed, of as many as a run that does not end early has."""
+    return max(1, steps // 4)
 
 
 def device_name(device: str) -> str:
@@ -95,103 +122,149 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What cannot be foreseen of a run.
+
+    Attributes:
+        steps: how many are decoded.
+        look: after how many the memory is read, besides after all; 0 for never.
+        rewrite: after how many the cache's first tokens are replaced; 0 for never.
+    """
+
+    steps: int
+    look: int
+    rewrite: int
+
+    @classmethod
+    def draw(cls, steps: int, source: random.Random, *, early: bool) -> Plan:
+        """Of at most `steps`, of fewer if it is to end early."""
+        if early and steps > 2:
+            steps = source.randrange(max(2, steps // 2), steps)
+        look, rewrite = (source.randrange(1, steps) if steps > 1 else 0 for _ in range(2))
+        return cls(steps, look, rewrite)
+
+
+@dataclasses.dataclass
+class Seen:
+    """A run's steps, and every tensor on the CPU as it was at `Plan.look`, by path."""
+
+    steps: checks.Observed = dataclasses.field(default_factory=checks.Observed)
+    memory: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
 class Grading:
     """One solution's grading, filling in a report."""
 
     def __init__(
         self, bundle: Path, solution: Path, spec: dict[str, Any], report: Report, device: str,
-        time_limit: float,
+        time_limit: float, hidden_us: float,
     ) -> None:  # fmt: skip
         self.bundle, self.solution, self.report = bundle.resolve(), solution.resolve(), report
         self.scale: dict[str, Any] = spec["scales"][report.scale]
-        self.paged: bool = spec["kind"] == "paged"
         self.per_sequence: bool = spec["per_sequence_pos"]
-        self.device, self.time_limit = device, time_limit
+        self.device, self.time_limit, self.hidden_us = device, time_limit, hidden_us
         self.reference: ModuleType = load(self.bundle / "reference.py", "mega_reference")
+        self.shapes = self._shapes()
         self.worker: Worker | None = None
         self.has_teardown = False
         self.step: int | None = None
-        self.overhead_us = 0.0
+
+    def _shapes(self) -> dict[str, Tensor]:
+        """Tensors without memory like those that the solution is given, by path."""
+        run = {"weights_seed": 0, "cache_seed": 0, "rewrite_seed": 0}
+        weights, kv_cache, _ = make_inputs(self.reference, self.scale, run, self.device)
+        given = [*tensors_in(weights, "weights"), *tensors_in(kv_cache, "kv_cache")]
+        shapes = {path: x.to("meta") for path, x in given}
+        del weights, kv_cache, given
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return shapes
 
     def close(self) -> None:
         """Ends the solution's process."""
         if self.worker is not None:
             self.worker.close()
 
-    def grade(self, runs: int) -> None:
+    def grade(self) -> None:
         """Runs until the solution cannot be graded further; findings end nothing by themselves."""
-        poisons = [None, "foreign_pages", "unwritten_slots"]
-        if not self.paged:
-            poisons.remove("foreign_pages")
         seeds = random.Random(self.report.seed)  # noqa: S311 - must be repeatable
         # A generator of its own: no seed that the solution's process gets leads to the tokens.
         tokens = random.Random(f"tokens {self.report.seed}")  # noqa: S311 - must be repeatable
+        runs, steps = self.report.runs, self.scale["decode_steps"]
+        early = tokens.randrange(runs) if runs > 1 else None
+        inside: list[float] = []
+        outside: list[float] = []
         observed: list[checks.Observed] = []
-        for number in range(1, runs + 1):
-            run = {
-                "weights_seed": seeds.getrandbits(48),
-                "cache_seed": seeds.getrandbits(48),
-                "poison": poisons[(number - 1) % len(poisons)],
-            }
+        for number in range(runs):
+            names = ("weights_seed", "cache_seed", "rewrite_seed")
+            run = {name: seeds.getrandbits(48) for name in names}
+            plan = Plan.draw(steps, tokens, early=number == early)
             self.step = None
             try:
                 worker = self.started()
-                seen = self.drive(worker, run, tokens)
-                findings = self.judge(worker, run, seen, observed)
-                self.add(number, *findings)
-                observed.append(seen)
+                seen = self.drive(worker, run, plan, tokens)
+                self.add(number, *self.judge(worker, run, plan, seen, observed))
+                observed.append(seen.steps)
+                inside += seen.steps.times_us[warm_up(steps) :]
+                outside += seen.steps.seen_us()[warm_up(steps) :]
                 self.finish(worker)
             except SolutionError as error:
                 self.add(number, dataclasses.replace(error.finding, step=self.step))
                 break
-        warm_up = min(max(1, self.scale["decode_steps"] // 4), self.scale["decode_steps"] - 1)
-        times = [us for seen in observed for us in seen.times_us[warm_up:]]
-        self.report.timing = Timing.of(times) if times else None
+        self.report.timing = Timing.of(inside, outside) if inside else None
 
     def add(self, number: int, *findings: Finding) -> None:
-        """Reports findings of a run."""
-        self.report.findings += [dataclasses.replace(finding, run=number) for finding in findings]
+        """Reports findings of a run, which is counted from 0."""
+        self.report.findings += [dataclasses.replace(found, run=number + 1) for found in findings]
 
     def started(self) -> Worker:
         """The process, with the solution imported."""
         if self.worker is None:
-            self.worker = worker = Worker(self.time_limit)
-            reference = str(self.bundle / "reference.py")
-            worker.request(
-                {"do": "start", "reference": reference, "device": self.device}, "its start"
-            )
+            reference = self.bundle / "reference.py"
+            self.worker = worker = Worker(self.time_limit, self.device, reference)
+            worker.request({"do": "start"}, "its start")
             names = ("build_model", "decode_step", "teardown")
             command = {"do": "solution", "path": str(self.solution)}
-            has = worker.request(command, "its import", keys=names)
+            has = worker.request(command, "its import", fields=dict.fromkeys(names, bool))
             for name in names[:2]:
                 if not has[name]:
                     raise SolutionError(Finding("import", f"expected a function {name}, got none"))
             self.has_teardown = has["teardown"]
         return self.worker
 
-    def drive(self, worker: Worker, run: dict[str, Any], tokens: random.Random) -> checks.Observed:
+    def drive(self, worker: Worker, run: dict[str, Any], plan: Plan, tokens: random.Random) -> Seen:
         """Lets the solution build a model and decode, one unforeseeable token after the other."""
         worker.request(
             {"do": "inputs", "scale": self.scale, "run": run}, "the making of its inputs"
         )
+        shape = (self.scale["batch"], self.scale["cfg"]["vocab"])
         rehearsal = checks.Observed()
         for _ in range(REHEARSALS):
+            # With all that is between two steps: caches are then as cold as in one.
             self.request_step(worker, "rehearse", 0, tokens, rehearsal)
-        self.overhead_us = statistics.median(rehearsal.outside_us())
+            unused = torch.empty(shape, dtype=torch.bfloat16)
+            phase = "a step without the solution"
+            worker.request({"do": "logits"}, phase, payload=data_of(unused))
+            descendants(worker.process.pid)
+        seen = Seen()
+        seen.steps.overhead_us = statistics.median(rehearsal.outside_us())
         worker.request({"do": "build"}, "build_model")
-        worker.check_children("build_model")
-        observed = checks.Observed()
-        shape = (self.scale["batch"], self.scale["cfg"]["vocab"])
-        for step in range(self.scale["decode_steps"]):
+        worker.settle("build_model")
+        for step in range(plan.steps):
+            if step and step == plan.rewrite:
+                worker.request({"do": "rewrite"}, "the rewriting of the cache")
             self.step = step
-            about = self.request_step(worker, "step", step, tokens, observed)
+            about = self.request_step(worker, "step", step, tokens, seen.steps)
             dtype = checks.check_returned(about, shape, self.device)
             logits = torch.empty(shape, dtype=dtype)
             worker.request({"do": "logits"}, "decode_step", payload=data_of(logits))
-            observed.logits.append(logits)
-            worker.check_children("decode_step")
+            seen.steps.logits.append(logits)
+            worker.check_step()
+            if step + 1 == plan.look:
+                seen.memory = {p: self.read(worker, p, x) for p, x in self.shapes.items()}
         self.step = None
-        return observed
+        return seen
 
     def request_step(
         self, worker: Worker, do: str, step: int, tokens: random.Random, seen: checks.Observed
@@ -201,7 +274,7 @@ class Grading:
         command = {"do": do, "index": step, "tokens": ids, "pos": self.position(step)}
         phase = "decode_step" if do == "step" else "a step without the solution"
         start = time.perf_counter()
-        about = worker.request(command, phase, keys=("us",))
+        about = worker.request(command, phase, fields=STEP_FIELDS)
         seen.walls_us.append((time.perf_counter() - start) * 1e6)
         seen.times_us.append(checks.checked_time(about["us"]))
         seen.tokens.append(ids)
@@ -213,49 +286,74 @@ class Grading:
         return positions if self.per_sequence else positions[0]
 
     def judge(
-        self, worker: Worker, run: dict[str, Any], seen: checks.Observed,
+        self, worker: Worker, run: dict[str, Any], plan: Plan, seen: Seen,
         earlier: list[checks.Observed],
     ) -> list[Finding]:  # fmt: skip
         """Compares what the solution did with what the reference does."""
-        weights, kv_cache = make_inputs(self.reference, self.scale, run, self.device)
-        given = [*tensors_in(weights, "weights"), *tensors_in(kv_cache, "kv_cache")]
-        original = {path: x.clone() if x.dim() == 4 else x for path, x in given}
-        expected = list(self.expect(weights, kv_cache, seen))
-        error, findings = checks.check_logits(
-            seen, expected, earlier, run["poison"], self.scale["tol"]
-        )
+        with plain_defaults():
+            expected, found = self.repeat(worker, run, plan, seen)
+        error, findings = checks.check_logits(seen.steps, expected, earlier, self.scale["tol"])
         self.report.errors.append(error)
-        keys = ("cfg", "replaced")
-        state = worker.request({"do": "state"}, "the reading of its state", keys=keys)
+        state = worker.request(
+            {"do": "state"}, "the reading of its state", fields={"cfg": dict, "replaced": list}
+        )
         if state["cfg"] != self.scale["cfg"]:
             detail = f"expected {self.scale['cfg']}, as it was given, got {state['cfg']}"
             findings.append(Finding("cfg", detail))
         if state["replaced"]:
-            detail = f"other tensors, or none, at {', '.join(state['replaced'])}"
+            detail = f"other tensors, or none, at {', '.join(map(str, state['replaced']))}"
             findings.append(Finding("arguments", detail))
+        return [*findings, *found, *checks.check_clock(seen.steps, self.hidden_us)]
 
-        def read(path: str, like: Tensor) -> Tensor:
-            copy = torch.empty(like.shape, dtype=like.dtype)
-            command = {"do": "read", "path": path}
-            worker.request(command, f"the reading of {path}", payload=data_of(copy))
-            return copy.to(like.device)
+    def repeat(
+        self, worker: Worker, run: dict[str, Any], plan: Plan, seen: Seen
+    ) -> tuple[list[Tensor], list[Finding]]:
+        """The reference's logits of each step, on the CPU, and findings on the memory."""
+        weights, kv_cache, other = make_inputs(self.reference, self.scale, run, self.device)
+        given = [*tensors_in(weights, "weights"), *tensors_in(kv_cache, "kv_cache")]
+        original = {path: x.clone() if x.dim() == 4 else x for path, x in given}
+        lens = self.scale["prefill_lens"]
+        found: dict[str, Finding] = {}
 
-        findings += checks.check_memory(read, original, kv_cache, self.scale)
-        return [*findings, *checks.check_clock(seen, self.overhead_us, self.device)]
+        def check(read: Callable[[str, Tensor], Tensor], steps: int) -> None:
+            for finding in checks.check_memory(read, original, kv_cache, self.scale, steps):
+                detail = f"{finding.detail}; after {steps} steps"
+                found.setdefault(finding.check, dataclasses.replace(finding, detail=detail))
 
-    def expect(self, weights: Any, kv_cache: Any, seen: checks.Observed) -> Iterator[Tensor]:
-        """The reference's logits of each step, on the CPU; its cache is appended to."""
-        cfg = self.scale["cfg"]
-        handle = self.reference.build_model(weights, kv_cache, cfg, self.scale["max_seq"])
-        for step, tokens in enumerate(seen.tokens):
-            pos: Any = self.position(step)
-            if isinstance(pos, list):
-                pos = torch.tensor(pos, device=self.device)
-            ids = torch.tensor(tokens, device=self.device)
-            logits = self.reference.decode_step(handle, ids, pos).cpu()
-            if not logits.isfinite().all():
-                raise BundleError(f"reference: expected finite logits, got others in step {step}")
-            yield logits
+        expected = []
+        handle = self.reference.build_model(
+            weights, kv_cache, self.scale["cfg"], self.scale["max_seq"]
+        )
+        for step, tokens in enumerate(seen.steps.tokens):
+            if step and step == plan.rewrite:
+                originals = {path: original[path] for path in pools_of(kv_cache)}
+                for pools in (None, originals):
+                    views = zip(written(kv_cache, lens, pools), written(other, lens), strict=True)
+                    for view, replacement in views:
+                        view.copy_(replacement)
+            expected.append(self.expect(handle, step, tokens))
+            if step + 1 == plan.look:
+                check(lambda path, like: seen.memory[path].to(like.device), plan.look)
+        check(lambda path, like: self.read(worker, path, like).to(like.device), plan.steps)
+        return expected, list(found.values())
+
+    def read(self, worker: Worker, path: str, like: Tensor) -> Tensor:
+        """The solution's tensor at a path, on the CPU."""
+        copy = torch.empty(like.shape, dtype=like.dtype)
+        command = {"do": "read", "path": path}
+        worker.request(command, f"the reading of {path}", payload=data_of(copy))
+        return copy
+
+    def expect(self, handle: Any, step: int, tokens: list[int]) -> Tensor:
+        """The reference's logits of a step, on the CPU; its cache is appended to."""
+        pos: Any = self.position(step)
+        if isinstance(pos, list):
+            pos = torch.tensor(pos, device=self.device)
+        ids = torch.tensor(tokens, device=self.device)
+        logits: Tensor = self.reference.decode_step(handle, ids, pos).cpu()
+        if not logits.isfinite().all():
+            raise BundleError(f"reference: expected finite logits, got others in step {step}")
+        return logits
 
     def finish(self, worker: Worker) -> None:
         """Ends a run, and the process if a solution without a teardown left a kernel running."""

@@ -19,6 +19,21 @@ from typing import Any
 from .report import Finding, SolutionError
 from .worker import FRAME, send
 
+# A solution must not find the grader's modules by their names, so the worker is no script.
+BOOT = """
+import importlib.util, pathlib, sys
+folder, descriptor, device, reference = sys.argv[1:]
+spec = importlib.util.spec_from_file_location(
+    "grader", folder + "/__init__.py", submodule_search_locations=[folder]
+)
+sys.modules["grader"] = importlib.util.module_from_spec(spec)
+from grader.worker import main
+main(int(descriptor), device, pathlib.Path(reference))
+"""
+
+# An answer's fields, with their types in JSON.
+Fields = dict[str, "type | tuple[type, ...]"]
+
 # No answer has a longer header; a longer one is a solution that writes to the socket.
 MAX_HEADER = 1 << 20
 LOG_LINES = 12
@@ -29,24 +44,41 @@ SOLUTIONS_WORK = {"solution", "build", "step", "teardown", "finish"}
 GRADERS_LIMIT_S = 600.0
 # A GPU takes a while to stop a kernel that runs on.
 KILL_S = 60.0
+POLL_S = 0.01
+
+# Of the words of stat from the state on: cminflt, cmajflt, cutime and cstime.
+REAPED = (8, 10, 13, 14)
 
 
 class Worker:
     """A fresh process, which nothing of the solution outlives once it is closed.
 
+    Unless the process ended by itself, or gave up its orphans: what was below it and left its
+    process group before that is not found.
+
     Args:
         time_limit: seconds that the solution may take for all that it is asked together.
+        device: `cpu` or `cuda`.
+        reference: the bundle's reference.py.
     """
 
-    def __init__(self, time_limit: float) -> None:
+    def __init__(self, time_limit: float, device: str, reference: Path) -> None:
         self.time_limit = time_limit
         self.left = time_limit
         # A file, not a pipe: a solution that prints a lot must not wait for a reader.
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
+        self.ended: set[int] = set()
+        self.reaped: list[int] = []
         self.channel, other = socket.socketpair()
+        arguments: list[str | Path] = [
+            Path(__file__).parent,
+            str(other.fileno()),
+            device,
+            reference,
+        ]
         with other:
             self.process = subprocess.Popen(
-                [sys.executable, Path(__file__).with_name("worker.py"), str(other.fileno())],
+                [sys.executable, "-c", BOOT, *arguments],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
@@ -64,9 +96,15 @@ class Worker:
         # Stopped, it starts no more; killed before its children, it would leave them to init, where
         # they are not found. One that has ended has left those of its process group.
         self.process.send_signal(signal.SIGSTOP)
-        for child in descendants(pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        limit = time.monotonic() + KILL_S
+        # Again, for those that were started meanwhile.
+        while self.process.returncode is None and (children := descendants(pid)):
+            if time.monotonic() > limit:
+                break
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(POLL_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         self.process.wait(KILL_S)
@@ -78,16 +116,16 @@ class Worker:
         command: dict[str, Any],
         phase: str,
         *,
-        keys: tuple[str, ...] = (),
+        fields: Fields | None = None,
         payload: memoryview | None = None,
         within: float = math.inf,
     ) -> dict[str, Any]:
         """Sends a command and waits for its answer.
 
         Args:
-            command: `do` names a method of the worker's session, the rest are its arguments.
+            command: `do` names one of the worker's, the rest are its arguments.
             phase: what it is doing meanwhile, for findings.
-            keys: what the answer holds.
+            fields: what the answer holds.
             payload: filled with the answer's bytes, which must be as many.
             within: seconds to wait, if less than are left.
 
@@ -99,7 +137,7 @@ class Worker:
         seconds = self.left if solutions else GRADERS_LIMIT_S
         start = time.monotonic()
         try:
-            answer = self._exchange(command, keys, payload, start + min(seconds, within))
+            answer = self._exchange(command, fields or {}, payload, start + min(seconds, within))
         except TimeoutError:
             if within < seconds:
                 raise
@@ -108,7 +146,7 @@ class Worker:
             raise SolutionError(Finding("time_limit", detail)) from None
         except OSError:
             raise SolutionError(Finding("crash", self._epitaph(phase))) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             detail = f"in {phase} the answer was not the worker's: {error}"
             raise SolutionError(Finding("protocol", detail)) from None
         if solutions:
@@ -122,7 +160,7 @@ class Worker:
     def _exchange(
         self,
         command: dict[str, Any],
-        keys: tuple[str, ...],
+        fields: Fields,
         payload: memoryview | None,
         limit: float,
     ) -> dict[str, Any]:
@@ -136,8 +174,11 @@ class Worker:
         header = bytearray(length)
         self._fill(memoryview(header), limit)
         answer = json.loads(header)
-        if not isinstance(answer, dict) or not ("error" in answer or answer.keys() >= set(keys)):
-            raise ValueError(f"expected an object with {', '.join(keys) or 'any'}, got {answer!r}")
+        if not isinstance(answer, dict):
+            raise ValueError(f"expected an object, got {answer!r}")  # noqa: TRY004 - of the protocol
+        for name, wanted in ({} if "error" in answer else fields).items():
+            if name not in answer or not isinstance(answer[name], wanted):
+                raise ValueError(f"expected {name} of {wanted}, got {answer!r}")
         expected = 0 if payload is None or "error" in answer else len(payload)
         if size != expected:
             raise ValueError(f"expected {expected} bytes, got {size}")
@@ -170,33 +211,94 @@ class Worker:
         lines = self.log.read().decode(errors="replace").splitlines()
         return "\n".join([f"the process {how}, in {phase}", *lines[-LOG_LINES:]])
 
+    def settle(self, phase: str) -> None:
+        """Takes note of the children that have ended by now, before the first step.
+
+        Raises:
+            SolutionError: a child is alive.
+        """
+        self.check_children(phase)
+        self.ended = set(below(self.process.pid))
+        self.reaped = self._reaped()
+
     def check_children(self, phase: str) -> None:
         """Raises SolutionError if the process has a live child: only it may compute."""
         for pid in descendants(self.process.pid):
-            try:
-                words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue  # it has ended since
-            command = b" ".join(words).decode(errors="replace").strip()
-            detail = f"a process that the solution started is alive after {phase}: {command!r}"
+            detail = (
+                f"a process that the solution started is alive after {phase}: {command_of(pid)!r}"
+            )
             raise SolutionError(Finding("child_process", detail))
 
+    def check_step(self) -> None:
+        """Looks for children that a step has had, after it.
 
-def descendants(pid: int) -> list[int]:
-    """Live processes below `pid`, children before their own; zombies do not count."""
+        One that ended unseen is known by what it leaves: a zombie, or page faults and time that the
+        kernel adds to its parent's when that waits for it. It leaves nothing where SIGCHLD is
+        ignored, so that it must not be; nor with SA_NOCLDWAIT, which does not show.
+
+        Raises:
+            SolutionError: a child is alive, or was started since `settle`.
+        """
+        self.check_children("decode_step")
+        ignored = ignores_children(self.process.pid)
+        if ignored or set(below(self.process.pid)) - self.ended or self._reaped() != self.reaped:
+            what = "ignores SIGCHLD" if ignored else "had a child process that ended"
+            raise SolutionError(Finding("child_process", f"the solution {what} in decode_step"))
+
+    def _reaped(self) -> list[int]:
+        """Page faults, minor and major, and time, user and system, of children waited for."""
+        words = stat_of(PROC / str(self.process.pid)) or []
+        return [int(words[index]) for index in REAPED if index < len(words)]
+
+
+def stat_of(folder: Path) -> list[str] | None:
+    """The words of a process's or thread's stat from its state on; None if it has ended."""
+    try:
+        # The name, in parentheses, may itself hold some.
+        return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def command_of(pid: int) -> str:
+    """A process's command line, or nothing if it has ended since, or its first thread has."""
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return b" ".join(words).decode(errors="replace").strip()
+
+
+def ignores_children(pid: int) -> bool:
+    """Whether a process ignores SIGCHLD: its children are then not accounted for."""
+    try:
+        status = (PROC / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return False
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored.split()[1], 16) >> (signal.SIGCHLD - 1) & 1)
+
+
+def is_live(pid: int) -> bool:
+    """Whether any thread of a process runs; its own state is of the first, which may have ended."""
+    return any(
+        words is not None and words[0] not in "ZX"
+        for words in map(stat_of, (PROC / str(pid) / "task").glob("*"))
+    )
+
+
+def below(pid: int) -> list[int]:
+    """Processes below `pid`, zombies too, parents before their children."""
     children: dict[int, list[int]] = {}
     for folder in PROC.iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            stat = (folder / "stat").read_text(errors="replace")
-        except OSError:
-            continue  # it has ended since
-        # The name, in parentheses, may itself hold some.
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if state != "Z":
-            children.setdefault(int(parent), []).append(int(folder.name))
+        if folder.name.isdecimal() and (words := stat_of(folder)):
+            children.setdefault(int(words[1]), []).append(int(folder.name))
     found = children.get(pid, [])
     for child in found:
         found.extend(children.get(child, []))
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Live processes below `pid`, parents before their children."""
+    return [child for child in below(pid) if is_live(child)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mega_factory.spec import BANDWIDTHS, VERIFY_SEEDS, VERIFY_STEPS, Cfg, Figures, Perf
+from mega_factory.spec import UNMEASURED, Cfg, Figures, Traffic
 from mega_factory.twins import CORRECT, DROPS
 
 LLAMA_1B: Cfg = {
@@ -18,16 +18,14 @@ SMOLLM2_135M: Cfg = {
     "eps": 1e-5, "theta": 100000.0, "wdtype": "bf16",
 }  # fmt: skip
 
-UNMEASURED = "not yet measured"
-
 CORRECTNESS_MD = """`grade.py` decodes `decode_steps` positions in a row, in runs with fresh weights,
 cache and tokens, and compares **every** step with the reference on the same inputs:
 
 * `||logits - reference|| / ||reference||`, over the vocabulary in fp32, is at most **{tol}** for
   each sequence.
-* K and V of every position that was decoded are in the cache, at the reference's values; nothing
+* K and V of every position that was decoded are in the cache, near the reference's values; nothing
   else in the cache changed, and neither did weights or arguments.
-* In some runs memory that you must not read holds NaN: slots past `pos` or, where the cache is paged,
+* Half of the memory that you must not read holds NaN: slots past `pos` and, where the cache is paged,
   the pages of other sequences.
 * Logits are computed in this process, in this step: none from an earlier one, none by a child
   process, none in the memory of an argument. Work on side streams is done when the current stream
@@ -39,11 +37,6 @@ with `i + hd/2`). You need not round where it does: accumulate in fp32, keep the
 bf16 or fp32. Weights and cache are bf16, and the cache stays so."""
 
 
-def us(value: float | None) -> str:
-    """Microseconds as a table has them."""
-    return UNMEASURED if value is None else f"{value:g}"
-
-
 def sci(value: float) -> str:
     """An error as a table has it, such as 2.77e-2: three digits, the exponent without zeros."""
     if value == 0:
@@ -53,48 +46,12 @@ def sci(value: float) -> str:
     return digits if exponent == 0 else f"{digits}e{exponent}"
 
 
-def perf_md(
-    *,
-    floor_us: float,
-    eager_us: float | None,
-    graph_us: float | None,
-    graph_label: str,
-    bar: str,
-    lead: str,
-    extra: str,
-) -> Perf:
-    """The performance section.
-
-    Args:
-        floor_us: microseconds of the step's traffic at the datasheet rate of the H200.
-        eager_us: of a step of the reference; None while unmeasured.
-        graph_us: of the same without launch overhead; None while unmeasured.
-        graph_label: how `graph_us` was taken.
-        bar: short for it, in a sentence.
-        lead: first paragraph: the traffic.
-        extra: advice, a Markdown list.
-    """
-    rows = [
-        (f"the traffic at {BANDWIDTHS['h200']} TB/s, the datasheet rate", floor_us),
-        ("eager torch, the reference", eager_us),
-        (graph_label, graph_us),
-    ]
-    lines = [
-        f"| {label} | {us(value)} | {UNMEASURED if value is None else f'{value / floor_us:.1f}'} |"
-        for label, value in rows
-    ]
-    table = "\n".join(["| what | us per step | times the floor |", "|---|---:|---:|", *lines])
-    text = (
-        f"{lead}\n\n{table}\n\nThe median step counts, of those after each run's warm-up. The bar is"
-        f" the {bar} time: a faster step has saved\ntraffic or waiting, not only launches."
-        f"\n\n{extra.strip()}"
-    )
-    return Perf(floor_us, eager_us, graph_us, text)
-
-
-def tolerance_md(tol: float, figures: Figures | None, drops: Sequence[str]) -> str:
-    """Where the tolerance comes from: a table of errors."""
+def tolerance_md(
+    tol: float, measured: Figures | None, cpu: Figures | None, drops: Sequence[str]
+) -> str:
+    """Where the tolerance comes from: a table of errors, of a GPU or, before that, of a CPU."""
     named = {name: CORRECT[name] for name in CORRECT} | {name: DROPS[name] for name in drops}
+    figures = measured or cpu
     errors = {} if figures is None else figures.errors | figures.drops
     lines = [
         f"| {text} | {sci(errors[name]) if name in errors else UNMEASURED} |"
@@ -102,9 +59,14 @@ def tolerance_md(tol: float, figures: Figures | None, drops: Sequence[str]) -> s
     ]
     lines.insert(len(CORRECT), f"| *(the gate)* | *{sci(tol)}* |")
     table = "\n".join(["| implementation | worst relative error |", "|---|---|", *lines])
-    return f"""**Where the tolerance comes from.** `tol` is `{sci(tol)}`. Each implementation was run
-against the reference on the graded fixtures ({VERIFY_STEPS} consecutive steps, {VERIFY_SEEDS} seeds
-of weights, cache and tokens):
+    gpu = "" if measured else " It is **not yet measured on a GPU**."
+    if figures is None:
+        return f"**Where the tolerance comes from.** `tol` is `{sci(tol)}`.{gpu}\n\n{table}"
+    place = f"on {figures.measured_on}" if measured else "on a CPU, whose random numbers are others"
+    return f"""**Where the tolerance comes from.** `tol` is `{sci(tol)}`.{gpu}
+Each implementation was run against the reference on the graded fixtures,
+{place} ({figures.steps} consecutive steps, {figures.seeds} seeds of weights,
+cache and tokens):
 
 {table}"""
 
@@ -207,8 +169,8 @@ writes and nowhere else.
 kernel, build an instruction schedule."""
 
 
-def regime_md(cfg: Cfg, *, batch: int, context: str, decode_steps: int, traffic: str) -> str:
-    """Sizes in one paragraph; `context` says what the cache holds, `traffic` what a step reads."""
+def regime_md(cfg: Cfg, *, batch: int, context: str, decode_steps: int, traffic: Traffic) -> str:
+    """Sizes in one paragraph; `context` says what the cache holds, `traffic` is a step's."""
     paged = (
         f" KV is **paged**: {cfg['page_size']}-token pages, scattered."
         if "page_size" in cfg
@@ -218,5 +180,6 @@ def regime_md(cfg: Cfg, *, batch: int, context: str, decode_steps: int, traffic:
         f"**Regime**: batch {batch}, {cfg['layers']} layers, `d`={cfg['d']}, ffn={cfg['ffn']},"
         f" {cfg['n_q']} query / {cfg['n_kv']} KV heads, head_dim {cfg['hd']}, vocab {cfg['vocab']},"
         f" {'tied' if cfg.get('tied', True) else 'untied'} LM head.{paged} {context}, and you decode"
-        f" {decode_steps} more. {traffic}"
+        f" {decode_steps} more. {traffic.weights} of weights + {traffic.kv} of KV puts the floor near"
+        f" {traffic.floor_us:.0f} us."
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from mega_factory.__main__ import main
 from mega_factory.spec import Figures
 from mega_factory.specs import load, load_all
+from mega_factory.verify import comparison
 
 NAME = "megakernel-gqa-paged-decode"
 
@@ -22,6 +24,12 @@ def test_render_check_grade(tmp_path, capfd):
     assert main(["render", str(tmp_path), NAME]) == 0
     assert main(["check", str(tmp_path)]) == 1
     assert "megakernel-smollm2-decode: missing" in capfd.readouterr().out
+    (tmp_path / "megakernel-gone").mkdir()
+    (tmp_path / "megakernel-gone" / "spec.json").write_text("{}")
+    assert main(["render", str(tmp_path)]) == 0
+    assert main(["check", str(tmp_path)]) == 1
+    assert capfd.readouterr().out.endswith("megakernel-gone: of no task\n")
+    shutil.rmtree(tmp_path / "megakernel-gone")
     assert main(["render", str(tmp_path)]) == 0
     assert main(["check", str(tmp_path)]) == 0
     bundle = tmp_path / NAME
@@ -38,9 +46,12 @@ def test_an_unknown_task_is_an_error(tmp_path, capsys):
 
 def test_verify_on_a_cpu(tmp_path, capsys):
     file = tmp_path / "cpu" / "found.json"
-    arguments = ["verify", NAME, "--scale", "tiny", "--device", "cpu", "--json", str(file)]
+    arguments = ["verify", NAME, "--scale", "tiny", "--device", "cpu", "--steps", "4"]
+    arguments += ["--json", str(file)]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("  ")[-1].strip() == "measured, tiny scale"
+    assert any(line.split() == ["steps", "8", "4"] for line in lines)
     assert any(line.split() == ["paged_error", "0.0", "0.0"] for line in lines)
     assert any(line.endswith("none: not applicable on cpu") for line in lines)
     found = json.loads(file.read_text())
@@ -49,6 +60,23 @@ def test_verify_on_a_cpu(tmp_path, capsys):
     assert found["errors"].keys() == {"fp32_residual", "all_fp32"}
     assert list(found["drops"]) == load(NAME).drops
     assert {field.name for field in dataclasses.fields(Figures)} <= found.keys()
+
+
+def test_what_the_texts_state_is_compared_though_it_was_measured_here():
+    spec = load("megakernel-gqa-decode")
+    claimed = load(NAME).claimed
+    measured = dataclasses.asdict(claimed) | {"scale": "tiny", "graph_error": "-", "floor_us": 1}
+    known = dataclasses.replace(spec, claimed=None, measured=claimed)
+    assert ("kernels", "772", "772") in list(comparison(known, measured))
+    unknown = dataclasses.replace(spec, claimed=None, measured=None)
+    assert ("kernels", "-", "772") in list(comparison(unknown, measured))
+
+
+@pytest.mark.parametrize("steps", ["3", "9"])
+def test_steps_that_a_cache_has_no_room_for(steps, capsys):
+    options = ["--scale", "tiny", "--device", "cpu", "--steps", steps]
+    assert main(["verify", NAME, *options]) == 2
+    assert f"steps: expected 4 to 8, got {steps}" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mega_factory.render import drift, figures_md, render, spec_json, write
+from mega_factory.grader.checks import APPEND_TOL
+from mega_factory.grader.grading import RUNS, TIME_LIMIT_S
+from mega_factory.render import drift, figures_md, how_md, orphans, render, spec_json, write
 from mega_factory.specs import load, load_all
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -62,11 +64,32 @@ def test_drift(tmp_path):
     (bundle / "TASK.md").unlink()
     edited = f"{name}: reference.py: edited, or rendered by another version of the factory"
     assert list(drift(DOCUMENT, tmp_path)) == [f"{name}: TASK.md: missing", edited]
+    (bundle / "TASK.md").write_bytes(b"\xff\xfe")
+    (bundle / "torch.py").write_text("raise SystemExit(0)")
+    (bundle / "grader" / "__pycache__").mkdir()
+    (bundle / "grader" / "__pycache__" / "checks.pyc").write_bytes(b"")
+    binary = edited.replace("reference.py", "TASK.md")
+    assert list(drift(DOCUMENT, tmp_path)) == [
+        binary,
+        edited,
+        f"{name}: torch.py: not of the bundle",
+    ]
     changed = dataclasses.replace(DOCUMENT, title="Other")
     stale = f"{name}: stale: rendered from {DOCUMENT.hash()}, the spec is now {changed.hash()}"
     assert list(drift(changed, tmp_path)) == [stale]
     (bundle / "spec.json").write_text("{}")
-    assert len(list(drift(DOCUMENT, tmp_path))) == 3
+    assert len(list(drift(DOCUMENT, tmp_path))) == 4
+    (tmp_path / "notes").mkdir()
+    assert list(orphans([name], tmp_path)) == []
+    assert list(orphans(["other"], tmp_path)) == [f"{name}: of no task"]
+
+
+@BY_NAME
+def test_a_task_says_how_it_is_run(spec):
+    text = how_md(spec)
+    assert f"There are {RUNS} runs by default" in text and f"{TIME_LIMIT_S:g} s" in text
+    assert f"relative error of\n  {APPEND_TOL * spec.tol:g}," in text
+    assert ("page table" in text) == (spec.kind == "paged")
 
 
 def test_figures_name_where_they_were_measured():
@@ -74,13 +97,13 @@ def test_figures_name_where_they_were_measured():
     unmeasured = dataclasses.replace(DOCUMENT, measured=None)
     assert "Not yet measured with the fixtures of this bundle." in figures_md(unmeasured)
     both = figures_md(dataclasses.replace(DOCUMENT, measured=figures))
-    assert both.startswith("| what | H200, by the task's author | NVIDIA H200 |\n")
+    assert both.startswith("| what | H200, with its author's fixtures | NVIDIA H200 |\n")
     assert "| kernels per step of the reference | 772 | 801 |" in both
     assert "| CUDA graph of the reference | capture fails | capture fails |" in both
     ours = dataclasses.replace(DOCUMENT, claimed=None, measured=figures)
     assert figures_md(ours).startswith("| what | NVIDIA H200 |\n")
     none = dataclasses.replace(ours, measured=None)
-    assert figures_md(none) == "Not yet measured."
+    assert figures_md(none) == "Not yet measured on a GPU."
     assert spec_json(none)["baselines"] is None
     assert spec_json(ours)["baselines"] == {"eager_us": 10764, "busy_us": 6296, "graph_us": None}
 
