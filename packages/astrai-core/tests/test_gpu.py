@@ -123,6 +123,7 @@ def test_greedy_text_differs_at_ties_only(
 ) -> None:
     """Teacher-forced on our own text, torch's logit of our token is within 2 ulp of its largest."""
     network, tokenizer = model
+    ulps: dict[str, float] = {}
     monkeypatch.setenv("ASTRAI_GEMV", gemv)
     monkeypatch.setenv("ASTRAI_SWIGLU", swiglu)
     for prompt in PROMPTS:
@@ -145,4 +146,5 @@ def test_greedy_text_differs_at_ties_only(
         chosen = logits.gather(-1, text[:, None]).squeeze(-1)
         best = logits.max(-1).values
         ulp = torch.exp2(best.abs().log2().floor() - 7)
-        assert ((best - chosen) / ulp).max().item() <= 2
+        ulps[prompt] = ((best - chosen) / ulp).max().item()
+    assert max(ulps.values()) <= 2, ulps
