@@ -13,8 +13,8 @@ import mega_factory
 from mega_factory.grader.grading import grade
 from mega_factory.grading import GRADER_FILES
 
-# Some solutions fork. A child has the pool of OpenMP's threads without the threads, and waits for them
-# when it ends, or computes: in a worker of one thread there is none.
+# Some solutions fork. A child has the pool of OpenMP's threads without the threads, and waits for
+# them when it ends, or computes: in a worker of one thread there is none.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 FACTORY = Path(mega_factory.__file__).parent
