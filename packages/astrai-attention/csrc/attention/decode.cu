@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <atomic>
 #include <type_traits>
 
 #include "astrai/host/launch.h"
@@ -18,14 +17,8 @@ template <int kHeadDim, int kWarps, class Kv>
 void launch_instance(const DecodeParams<Kv>& params, const DecodePlan& plan, int device,
                      cudaStream_t stream) {
   auto* kernel = decode_kernel<Warp<kHeadDim>, kWarps, Kv>;
-  // The opt-ins are per kernel and device, and cost a microsecond: once is enough.
-  static std::atomic<bool> opted_in[kMaxDevices];
-  if (!opted_in[device].load(std::memory_order_acquire)) {
-    check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes),
-        "attn_decode");
-    opted_in[device].store(true, std::memory_order_release);
-  }
+  static SmemOptIn opt_in;
+  opt_in(kernel, plan.smem_bytes, device, "attn_decode");
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(plan.grid));
   shape.block = dim3(32 * kWarps);

@@ -59,10 +59,7 @@ DecodePlan plan_decode(const DecodeProblem& p, const DeviceInfo& device) {
     throw ValueError(concat("batch: expected fewer than 2^31 CTAs, got ", plan.grid));
   plan.smem_bytes = decode_smem_bytes(device.image_arch, head_dim, plan.warps);
   plan.programmatic = device.image_arch >= 90;
-  if (plan.smem_bytes > device.smem_per_block)
-    throw std::runtime_error(concat("the kernel needs ", plan.smem_bytes,
-                                    " bytes of shared memory per block, this GPU has ",
-                                    device.smem_per_block));
+  expect_smem(device, plan.smem_bytes);
   return plan;
 }
 

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <atomic>
-
 #include "astrai/host/launch.h"
 #include "attention/prefill_kernel.cuh"
 #include "attention/prefill_scalar_kernel.cuh"
@@ -22,14 +20,8 @@ void launch_instance(const PrefillParams<Schedule, Kv>& params, const PrefillPla
                      cudaStream_t stream) {
   constexpr const char* kWhat = std::is_same_v<Kv, PagedKv> ? "attn_paged_prefill" : "attn_prefill";
   auto* kernel = body<kHeadDim, kMasked, Schedule, Kv>();
-  // The opt-in is per kernel and device, and costs a microsecond: once is enough.
-  static std::atomic<bool> opted_in[kMaxDevices];
-  if (!opted_in[device].load(std::memory_order_acquire)) {
-    check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes),
-        kWhat);
-    opted_in[device].store(true, std::memory_order_release);
-  }
+  static SmemOptIn opt_in;
+  opt_in(kernel, plan.smem_bytes, device, kWhat);
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(plan.grid));
   shape.block = dim3(kPrefillThreads);

@@ -47,10 +47,7 @@ PrefillPlan plan_prefill(const PrefillProblem& p, const DeviceInfo& device) {
   plan.stages = tile.stages;
   plan.smem_bytes = tile.smem_bytes(static_cast<int>(p.head_dim));
   plan.programmatic = device.image_arch >= 90;
-  if (plan.smem_bytes > device.smem_per_block)
-    throw std::runtime_error(concat("the kernel needs ", plan.smem_bytes,
-                                    " bytes of shared memory per block, this GPU has ",
-                                    device.smem_per_block));
+  expect_smem(device, plan.smem_bytes);
 
   // Fewer queries of more heads: as much work on as many keys, less of it above the diagonal, and
   // fuller tiles where queries are few.

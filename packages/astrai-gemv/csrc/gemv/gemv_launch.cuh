@@ -2,8 +2,6 @@
 // From a plan to the launch of an instantiation of gemv_kernel.
 #pragma once
 
-#include <atomic>
-
 #include "astrai/host/launch.h"
 #include "gemv/gemv_kernel.cuh"
 
@@ -13,14 +11,8 @@ template <RowSource kSource, bool kResident>
 void launch_instance(const GemvParams& params, const GemvPlan& plan, int device,
                      cudaStream_t stream, const char* what) {
   auto* kernel = gemv_kernel<kSource, kResident>;
-  // The opt-in is per kernel and device, and costs a microsecond: once is enough.
-  static std::atomic<bool> opted_in[kMaxDevices];
-  if (!opted_in[device].load(std::memory_order_acquire)) {
-    check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.smem_bytes),
-        what);
-    opted_in[device].store(true, std::memory_order_release);
-  }
+  static SmemOptIn opt_in;
+  opt_in(kernel, plan.smem_bytes, device, what);
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(plan.grid));
   shape.block = dim3(kThreads);

@@ -32,10 +32,7 @@ GemvPlan plan_gemv(const GemvProblem& p, const DeviceInfo& device) {
     plan.grid = plan.grid > kClasses ? plan.grid - plan.grid % kClasses : std::min(kClasses, p.n);
   plan.smem_bytes = smem_bytes(device.image_arch);
   plan.programmatic = device.image_arch >= 90;
-  if (plan.smem_bytes > device.smem_per_block)
-    throw std::runtime_error(concat("the kernel needs ", plan.smem_bytes,
-                                    " bytes of shared memory per block, this GPU has ",
-                                    device.smem_per_block));
+  expect_smem(device, plan.smem_bytes);
   return plan;
 }
 

@@ -23,6 +23,14 @@ struct DeviceInfo {
   int smem_per_block;  // bytes, with the opt-in
 };
 
+// For a plan: `bytes` of shared memory in a block.
+inline void expect_smem(const DeviceInfo& device, int bytes) {
+  if (bytes > device.smem_per_block)
+    throw std::runtime_error(concat("the kernel needs ", bytes,
+                                    " bytes of shared memory per block, this GPU has ",
+                                    device.smem_per_block));
+}
+
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

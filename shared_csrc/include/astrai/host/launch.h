@@ -4,6 +4,9 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
+#include "astrai/host/device.h"
 #include "astrai/host/error.h"
 
 namespace astrai {
@@ -16,6 +19,22 @@ struct LaunchShape {
   // The kernel must then execute griddepcontrol.wait on every path before it reads or writes what
   // another kernel touches.
   bool programmatic = false;
+};
+
+// Lets a kernel have more than 48 KB of shared memory. That is per kernel and device, and costs a
+// microsecond, so once is enough: one of these for each kernel.
+class SmemOptIn {
+ public:
+  template <class... Params>
+  void operator()(void (*kernel)(Params...), int bytes, int device, const char* what) {
+    if (done_[device].load(std::memory_order_acquire)) return;
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               what);
+    done_[device].store(true, std::memory_order_release);
+  }
+
+ private:
+  std::atomic<bool> done_[kMaxDevices]{};
 };
 
 template <class... Params, class... Args>
