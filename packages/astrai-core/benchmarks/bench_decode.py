@@ -30,22 +30,18 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--only", nargs="+", metavar="TASK", help="names of tasks")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each task")
     return parser
 
 
-def graded(
-    spec: MegaSpec, implementation: str, folder: Path, seeds: int, where: Environment
-) -> Row:
+def graded(spec: MegaSpec, implementation: str, folder: Path, where: Environment) -> Row:
     """The row of an implementation on a task.
 
     Raises:
         SystemExit: it does not pass; the report says why.
     """
     bundle, report = write(spec, folder), folder / "report.json"
-    command = [sys.executable, bundle / "grade.py", SOLUTION, "--seeds", str(seeds)]
     done = subprocess.run(
-        [*map(str, command), "--json", str(report)],
+        [sys.executable, bundle / "grade.py", SOLUTION, "--json", report],
         env={**os.environ, "ASTRAI_DECODE": implementation},
         capture_output=True,
         text=True,
@@ -74,8 +70,7 @@ def main() -> None:
     for name in options.only or sorted(specs):
         for implementation in PROVIDERS:
             with tempfile.TemporaryDirectory() as folder:
-                row = graded(specs[name], implementation, Path(folder), options.seeds, where)
-            rows.append(row)
+                rows.append(graded(specs[name], implementation, Path(folder), where))
     merge(results_path(options.results, where.gpu, "decode"), rows)
 
 

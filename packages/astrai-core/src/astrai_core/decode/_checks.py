@@ -73,11 +73,7 @@ def tensor(
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device; sparse, nested, or without memory.
     """
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided or value.is_nested:
-        found = "a nested one" if value.is_nested else value.layout
-        raise ValueError(f"{name}: expected a strided tensor, got {found}")
+    value = _strided(name, value)
     fits = value.dim() == len(shape) and all(
         want in (None, size) for size, want in zip(value.shape, shape, strict=True)
     )
@@ -102,11 +98,7 @@ def indices(
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device, or, on the CPU, a number out of range.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided or x.is_nested:
-        found = "a nested one" if x.is_nested else x.layout
-        raise ValueError(f"{name}: expected a strided tensor, got {found}")
+    x = _strided(name, x)
     if tuple(x.shape) not in shapes:
         expected = " or ".join(str([*shape]) for shape in shapes)
         raise ValueError(f"{name}: expected shape {expected}, got {[*x.shape]}")
@@ -119,6 +111,15 @@ def indices(
         if low < 0 or high >= count:
             found = str(low) if low == high else f"{low} to {high}"
             raise ValueError(f"{name}: expected 0 to {count - 1}, got {found}")
+
+
+def _strided(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        found = "a nested one" if value.is_nested else value.layout
+        raise ValueError(f"{name}: expected a strided tensor, got {found}")
+    return value
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from astrai_core.attn.backends import FAMILY as ATTENTION
 from astrai_core.attn.backends import HEAD_DIMS
+from astrai_core.attn.cache import MAX_PAGE_SIZE
 from astrai_core.policy import MAX_TOKENS, VARIABLES, OpSpec, kernel_for, observer
 
 from ._arguments import Problem
 from ._cache import Cache
-from ._memory import extent
+from ._memory import extents_meet
 
 __all__ = ["KERNELS", "ComposedDecoder", "obstacle"]
-
-MAX_PAGE_SIZE = 256
 
 KERNELS = {
     "gemv": ("bf16_gemv", "bf16_swiglu", "add_rms_norm"),
@@ -85,8 +84,7 @@ def _obstacle_in_cache(cache: Cache) -> str | None:
             return "the rows of the cache are not contiguous, or do not start on 16 bytes"
         if (k.data_ptr() | v.data_ptr()) % 16:
             return "the cache does not start on 16 bytes"
-        (k_start, k_end), (v_start, v_end) = extent(k), extent(v)
-        if k_start < v_end and v_start < k_end:
+        if extents_meet(k, v):
             return "keys and values lie between each other"
     return None
 

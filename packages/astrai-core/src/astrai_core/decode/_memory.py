@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["extent", "is_distinct", "share"]
+__all__ = ["extent", "extents_meet", "is_distinct", "share"]
 
 _Dims = list[tuple[int, int]]
 
@@ -13,6 +13,12 @@ _Dims = list[tuple[int, int]]
 def extent(x: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte, and of the one after its last."""
     return x.data_ptr(), x.data_ptr() + 1 + _span(_dims(x))
+
+
+def extents_meet(a: Tensor, b: Tensor) -> bool:
+    """Whether one of two tensors begins before the other ends."""
+    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
+    return a_start < b_end and b_start < a_end
 
 
 def is_distinct(x: Tensor) -> bool:
@@ -29,11 +35,10 @@ def share(a: Tensor, b: Tensor) -> bool:
 
     True too where they lie between each other and have different strides, which no cache does.
     """
-    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
-    if a_end <= b_start or b_end <= a_start:
+    if not extents_meet(a, b):
         return False
     dims = _dims(a)
-    return dims != _dims(b) or _reaches(b_start - a_start, dims)
+    return dims != _dims(b) or _reaches(b.data_ptr() - a.data_ptr(), dims)
 
 
 def _dims(x: Tensor) -> _Dims:
