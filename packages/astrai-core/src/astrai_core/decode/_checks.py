@@ -73,20 +73,20 @@ def tensor(
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device; sparse, nested, or without memory.
     """
-    value = _strided(name, value)
-    fits = value.dim() == len(shape) and all(
-        want in (None, size) for size, want in zip(value.shape, shape, strict=True)
+    x = _strided(name, value)
+    fits = x.dim() == len(shape) and all(
+        want in (None, size) for size, want in zip(x.shape, shape, strict=True)
     )
     if not fits:
         expected = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name}: expected shape [{expected}], got {[*value.shape]}")
-    if value.dtype != dtype:
-        raise TypeError(f"{name}: expected {dtype}, got {value.dtype}")
-    if device is not None and value.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}, got {value.device}")
-    if value.is_meta:
+        raise ValueError(f"{name}: expected shape [{expected}], got {[*x.shape]}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got {x.device}")
+    if x.is_meta:
         raise ValueError(f"{name}: expected a tensor with memory, got one on meta")
-    return value.detach()
+    return x.detach()
 
 
 def indices(
