@@ -36,17 +36,21 @@ def op_of(kind: str, capacity: int) -> tuple[Op, dict[str, Tensor]]:
         page_size=16,
         capacity=capacity,
         head_dim=128,
-        append=kind == "append",
+        append=kind in ("append", "static"),
     )
+    early = kind == "static"
     names = ("k_pool", "v_pool", "page_table", "seq_lens")
     reads = {name: getattr(cache, name) for name in names} | cache.new
-    return lambda q, **scale: attn_paged_decode(q, **cache.arguments, **scale), reads
+    arguments = cache.arguments | {"static_cache": early}
+    return lambda q, **scale: attn_paged_decode(q, **arguments, **scale), reads
 
 
 KINDS = pytest.mark.parametrize("kind", ["contiguous", "paged", "append"])
+# All but the newest token may be read early: nobody may write it meanwhile.
+EVERY_KIND = pytest.mark.parametrize("kind", ["contiguous", "paged", "append", "static"])
 
 
-@KINDS
+@EVERY_KIND
 @CAPACITIES
 def test_two_runs_are_bitwise_equal(kind: str, capacity: int) -> None:
     (op, _), q = op_of(kind, capacity), randn(2, 1, 16, 128)
@@ -152,7 +156,7 @@ def test_a_graph_that_counts_for_itself(capacity: int) -> None:
     assert lengths.tolist() == [45, 1040]
 
 
-@KINDS
+@EVERY_KIND
 @CAPACITIES
 def test_graph_replay_with_changed_queries(kind: str, capacity: int) -> None:
     (op, _), q = op_of(kind, capacity), randn(2, 1, 16, 128)
@@ -179,7 +183,7 @@ def test_first_call_may_be_a_capture() -> None:
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-@KINDS
+@EVERY_KIND
 @CAPACITIES
 def test_a_chain_of_dependent_launches(kind: str, capacity: int, in_graph: bool) -> None:
     """Each call starts while the one before still runs, and its queries are what that one wrote.
@@ -209,9 +213,12 @@ def test_a_chain_of_dependent_launches(kind: str, capacity: int, in_graph: bool)
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("static_cache", [False, True])
 @pytest.mark.parametrize("late", ["q", "new_k", "new_v"])
 @CAPACITIES
-def test_operands_written_by_the_preceding_kernel(late: str, capacity: int) -> None:
+def test_operands_written_by_the_preceding_kernel(
+    late: str, capacity: int, static_cache: bool
+) -> None:
     """The preceding kernel lets this one start early and writes its operand late.
 
     `first` is turned by nothing, so that its last elements, the operand, come out as they are, at
@@ -231,7 +238,7 @@ def test_operands_written_by_the_preceding_kernel(late: str, capacity: int) -> N
     for _ in range(30):
         written.fill_(torch.nan)
         rotary_emb(first, one, zero, interleaved=True, out=written)
-        results.append(attn_paged_decode(**arguments))
+        results.append(attn_paged_decode(**arguments, static_cache=static_cache))
     assert all(torch.equal(result, expected) for result in results)
 
 
@@ -289,7 +296,7 @@ def test_opcheck() -> None:
     for append in (False, True):
         cache = paged([9, 40], page_size=4, capacity=64, append=append)
         arguments = (q, cache.k_pool, cache.v_pool, cache.page_table, cache.seq_lens, 4)
-        arguments += (*cache.new.values(), None)
+        arguments += (*cache.new.values(), None, append)
         # NaN differs from itself.
         for pool in (cache.k_pool, cache.v_pool):
             pool.nan_to_num_(7)

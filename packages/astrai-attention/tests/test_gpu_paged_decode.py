@@ -35,7 +35,11 @@ def check_paged(cache: Paged, q: Tensor, *, scale: float | None = None) -> tuple
     for pool, filled in zip((cache.k_pool, cache.v_pool), cache.filled, strict=True):
         assert same_bits(pool, filled)
     # The newest token is read from new_k and new_v again, and stored again.
-    assert torch.equal(attn_paged_decode(q, **cache.arguments, scale=scale), result[0])
+    for early in (False, True):
+        again = attn_paged_decode(q, **cache.arguments, scale=scale, static_cache=early)
+        assert torch.equal(again, result[0])
+    for pool, filled in zip((cache.k_pool, cache.v_pool), cache.filled, strict=True):
+        assert same_bits(pool, filled)
     return result
 
 

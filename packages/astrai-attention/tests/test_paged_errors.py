@@ -52,6 +52,7 @@ def heads_first() -> Tensor:
 GOOD: list[tuple[str, dict[str, Any]]] = [
     ("plain", {}),
     ("new token", NEW),
+    ("static cache", {**NEW, "static_cache": True}),
     ("everything", {**NEW, "scale": 0.5, "return_lse": True, "out": OUT}),
     ("heads before tokens", {**NEW, "k_pool": heads_first(), "v_pool": heads_first()}),
     ("k and v of one tensor", dict(zip(("k_pool", "v_pool"), ones(2, 7, 4, 3, 32), strict=True))),
@@ -290,6 +291,7 @@ OUTS: list[Case] = [
         )
     ),
     ("return_lse", TypeError, "return_lse: expected a bool, got int", {"return_lse": 0}),
+    ("static_cache", TypeError, "static_cache: expected a bool, got int", {"static_cache": 1}),
     ("scale", ValueError, "scale: expected a number in", {"scale": math.nan}),
     ("page_size a bool", TypeError, "page_size: expected an int, got bool", {"page_size": True}),
     ("page_size a float", TypeError, "page_size: expected an int, got float", {"page_size": 4.0}),

@@ -51,9 +51,10 @@ def rotary_emb(x, cos, sin, *, interleaved, out):
 
 
 def attn_paged_decode(
-    q, k_pool, v_pool, page_table, seq_lens, *, page_size, new_k, new_v, out,
+    q, k_pool, v_pool, page_table, seq_lens, *, page_size, new_k, new_v, static_cache, out,
 ):  # fmt: skip
     calls.append("attn_paged_decode")
+    assert static_cache
     assert page_table.dtype == seq_lens.dtype == torch.int32
     assert k_pool.shape[1] == page_size and k_pool.stride() == v_pool.stride()
     for b, length in enumerate(seq_lens.tolist()):

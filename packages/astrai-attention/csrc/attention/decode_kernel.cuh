@@ -18,7 +18,8 @@
 // without any token gives 0 and lse -inf.
 //
 // Dependent launch. Every read follows griddepcontrol.wait: q, the lengths and the newest K and V come
-// from the kernels before.
+// from the kernels before. With static_cache only q and the newest token do; each warp fills its ring
+// ahead, which at head_dim 64 and 16,384 tokens of 8 heads is 25 of 34 MB.
 //
 // Floor. The bytes of K and V at the read bandwidth, plus 3 us: wait, length, (page id,) first tile,
 // merge.
@@ -27,7 +28,10 @@
 // Clusters of 8 at that length gather on half of the GPCs: 198 us, where splits take 126. A contiguous
 // range of tokens for each CTA instead of tiles in turn: no better. The release of a cluster barrier in
 // place of counted stores: 0.3 us more, it is a fence of the whole GPU. Four warps on an SM: 188 us, too
-// few to hide one another. Page ids one tile ahead instead of two: 2 % slower over pages of 16.
+// few to hide one another. Page ids one tile ahead instead of two: 2 % slower over pages of 16. In a
+// decode step of a 1B Llama with static_cache: half the ring, by four warps or by tiles of 16 tokens, so
+// that the next linear's CTA fits beside: 4 us a call. The merge's dependents launched after its wait or
+// at its end: 1 to 2 us a layer, the next linear fills its ring too late.
 #pragma once
 
 #include <type_traits>
@@ -96,6 +100,12 @@ struct TileLoader {
     return position < length ? p.kv.page(batch, position) : 0;
   }
 
+  // Whether the next tile has a token that comes from `fresh`.
+  __device__ __forceinline__ bool has_fresh() const {
+    const int left = length - tile * kTile;
+    return kPaged && p.fresh.k != nullptr && left > 0 && left <= kTile;
+  }
+
   __device__ __forceinline__ void issue() {
     const int left = length - tile * kTile;
     if (left > 0) {
@@ -103,7 +113,7 @@ struct TileLoader {
       const int piece = lane % kPieces * 8;
       int64_t row = p.kv.row(batch, head, page, position_of(tile));
       if (even) row += lane / kPieces * p.kv.token_stride + piece;
-      const bool fresh = kPaged && p.fresh.k != nullptr && left <= kTile;
+      const bool fresh = has_fresh();
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int token = i * kRows + lane / kPieces;
@@ -246,7 +256,8 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
                  p.parts * (mine * int{sizeof(float4)} + kDecodeHeads * int{sizeof(float2)}));
     cluster_arrive();
   }
-  pdl_wait();
+  const bool early = Loader::kPaged && p.static_cache;
+  if (!early) pdl_wait();
 
   const int length = min(max(p.kv.kv_len(batch), 0), p.max_length);
   const int tiles = (length + Loader::kTile - 1) / Loader::kTile;
@@ -256,7 +267,12 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
   const int step = p.splits * p.parts * kWarps;
   const uint32_t ring = smem_address(smem) + warp * kStages * Loader::kStageBytes;
   Loader loader(p, batch, head, length, first, step, lane, ring);
-  for (int i = 0; i < kStages - 1; ++i) loader.issue();
+  // Before the wait there is time to fill the ring.
+  for (int i = 0; i < (early ? kStages : kStages - 1); ++i) {
+    if (early && loader.has_fresh()) pdl_wait();
+    loader.issue();
+  }
+  if (early) pdl_wait();
 
   Warp state;
   state.load_q(p, batch, head * p.group + first_head, heads, lane, smem + merge.kQueriesAt);
@@ -279,7 +295,7 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
     cp_async_wait<kStages - 2>();
     // The tile is there for all lanes, and all have read the one before, whose slot is filled now.
     __syncwarp();
-    loader.issue();
+    if (!early || tile > first) loader.issue();
     const uint32_t stage = ring + slot * Loader::kStageBytes;
     slot = slot + 1 == kStages ? 0 : slot + 1;
     state.add(keep, stage, stage + Loader::kStageBytes / 2, p.scale_log2, lane);

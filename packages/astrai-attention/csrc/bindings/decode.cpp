@@ -162,8 +162,9 @@ py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle m
 
 py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::handle table_,
                              py::handle lengths_, py::handle page_size_, py::handle new_k_,
-                             py::handle new_v_, py::handle scale, py::handle return_lse,
-                             py::handle out_, py::handle lse_, py::handle workspace_) {
+                             py::handle new_v_, py::handle scale, py::handle static_cache,
+                             py::handle return_lse, py::handle out_, py::handle lse_,
+                             py::handle workspace_) {
   const TorchExchange& torch = TorchExchange::get();
   const bool with_lse = attention::as_bool("return_lse", return_lse);
   const int64_t page_size = attention::as_page_size(page_size_);
@@ -191,6 +192,7 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
   std::optional<TensorView> new_k, new_v;
   attention::DecodeParams<attention::PagedKv> params{};
   params.scale_log2 = attention::scale_log2(scale, shape.head_dim);
+  params.static_cache = attention::as_bool("static_cache", static_cache);
   const Results given(out_, lse_, workspace_, with_lse, q, shape);
   const TensorView* const out = astrai::address(given.out);
   const TensorView* const lse = astrai::address(given.lse);
@@ -271,6 +273,6 @@ void bind_decode(py::module_& m) {
         py::arg("workspace"));
   m.def("attn_paged_decode", &attn_paged_decode, py::arg("q"), py::arg("k_pool"), py::arg("v_pool"),
         py::arg("page_table"), py::arg("seq_lens"), py::arg("page_size"), py::arg("new_k"),
-        py::arg("new_v"), py::arg("scale"), py::arg("return_lse"), py::arg("out"), py::arg("lse"),
-        py::arg("workspace"));
+        py::arg("new_v"), py::arg("scale"), py::arg("static_cache"), py::arg("return_lse"),
+        py::arg("out"), py::arg("lse"), py::arg("workspace"));
 }

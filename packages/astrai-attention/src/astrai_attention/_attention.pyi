@@ -60,6 +60,7 @@ def attn_paged_decode(
     new_k: Tensor | None,
     new_v: Tensor | None,
     scale: float | None,
+    static_cache: bool,
     return_lse: bool,
     out: Tensor | None,
     lse: Tensor | None,

@@ -128,6 +128,7 @@ def attn_paged_decode(
     new_k: Tensor | None = ...,
     new_v: Tensor | None = ...,
     scale: float | None = ...,
+    static_cache: bool = ...,
     return_lse: Literal[False] = ...,
     out: Tensor | None = ...,
     lse: None = ...,
@@ -145,6 +146,7 @@ def attn_paged_decode(
     new_k: Tensor | None = ...,
     new_v: Tensor | None = ...,
     scale: float | None = ...,
+    static_cache: bool = ...,
     return_lse: Literal[True],
     out: Tensor | None = ...,
     lse: Tensor | None = ...,
@@ -162,6 +164,7 @@ def attn_paged_decode(
     new_k: Tensor | None = ...,
     new_v: Tensor | None = ...,
     scale: float | None = ...,
+    static_cache: bool = ...,
     return_lse: bool = ...,
     out: Tensor | None = ...,
     lse: Tensor,
@@ -178,6 +181,7 @@ def attn_paged_decode(
     new_k: Tensor | None = None,
     new_v: Tensor | None = None,
     scale: float | None = None,
+    static_cache: bool = False,
     return_lse: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -202,6 +206,9 @@ def attn_paged_decode(
             ``seq_lens - 1``, which is stored in the pool, and read from here.
         new_v: likewise V; both or neither.
         scale: as for `attn_decode`.
+        static_cache: lets the kernel read ``seq_lens``, ``page_table`` and the pools while the
+            preceding kernel of the stream still runs (sm_90 and newer); not the newest tokens, if
+            they are given. Only where no kernel still in flight writes what is read so.
         return_lse: likewise.
         out: likewise.
         lse: likewise.
@@ -225,6 +232,7 @@ def attn_paged_decode(
         new_k,
         new_v,
         scale,
+        static_cache,
         return_lse,
         out,
         lse,

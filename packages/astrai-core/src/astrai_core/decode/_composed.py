@@ -210,9 +210,11 @@ class ComposedDecoder:
         # `index_select` knows no negative index: an id or a position that is out of range is an
         # assertion of the device. Even without one only a sequence's own pages would be written:
         # the kernel clamps lengths to 0 and to what its table holds.
-        torch.index_select(self._weights.embed, 0, self._token_ids, out=self._x)
-        torch.index_select(self._angles, 0, self._pos, out=self._turns)
+        # The lengths come first: attention reads them early, and only what the last of these
+        # kernels has waited for is there for certain when the chain begins.
         torch.add(self._pos, 1, out=self._lengths)
+        torch.index_select(self._angles, 0, self._pos, out=self._turns)
+        torch.index_select(self._weights.embed, 0, self._token_ids, out=self._x)
 
     def _chain(self) -> Tensor:
         c, batch = self._config, self._batch
@@ -248,6 +250,7 @@ class ComposedDecoder:
                 page_size=size,
                 new_k=k[sequences],
                 new_v=v[sequences],
+                static_cache=True,
                 out=out[sequences],
             )
         return out.view(self._batch, -1)
