@@ -121,7 +121,7 @@ py::object run_linear(const Tokens& tokens, const TensorView& x, const TensorVie
   params.static_weights = static_weights;
   const gemv::GemvPlan plan =
       gemv::plan_gemv({params.m, params.n, params.k, params.row_stride, weight.address(),
-                       x.address(), /*swiglu=*/gate != nullptr},
+                       x.address(), /*swiglu=*/gate != nullptr, static_weights},
                       gemv::device_info(device));
   params.window = plan.window;
   params.out = out.allocate();
@@ -218,9 +218,10 @@ py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, 
 }
 
 py::dict plan_dict(int m, int n, int k, int64_t row_stride, uint64_t weight_address,
-                   uint64_t x_address, bool swiglu, const astrai::DeviceInfo& device) {
-  const gemv::GemvPlan plan =
-      gemv::plan_gemv({m, n, k, row_stride, weight_address, x_address, swiglu}, device);
+                   uint64_t x_address, bool swiglu, bool static_weights,
+                   const astrai::DeviceInfo& device) {
+  const gemv::GemvPlan plan = gemv::plan_gemv(
+      {m, n, k, row_stride, weight_address, x_address, swiglu, static_weights}, device);
   static const char* const kSources[] = {"aligned", "unaligned", "swiglu"};
   py::dict result;
   result["source"] = kSources[static_cast<int>(plan.source)];
@@ -240,7 +241,7 @@ PYBIND11_MODULE(_gemv, m) {
   m.def("device_info", [](int device) { return gemv::device_info(device); }, py::arg("device"));
   m.def("plan_gemv", &plan_dict, py::kw_only(), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("row_stride"), py::arg("weight_address"), py::arg("x_address"), py::arg("swiglu"),
-        py::arg("device"));
+        py::arg("static_weights"), py::arg("device"));
   m.def(
       "plan_add_rms_norm",
       [](int hidden, bool aligned, const astrai::DeviceInfo& device) {

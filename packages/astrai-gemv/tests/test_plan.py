@@ -37,6 +37,7 @@ def plan(device: Any = H200, **changes: Any) -> dict[str, Any]:
         "weight_address": 0,
         "x_address": 0,
         "swiglu": False,
+        "static_weights": False,
     }
     return _gemv.plan_gemv(**{**problem, **changes}, device=device)
 
@@ -70,6 +71,25 @@ def test_x_stays_in_registers_up_to_4096(k: int, resident: bool) -> None:
 )
 def test_windows_of_x_are_of_one_size(k: int, window: int) -> None:
     assert plan(k=k)["window"] == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "ctas_per_sm"),
+    [
+        ({}, 2),
+        ({"m": 8}, 2),
+        ({"static_weights": False}, 1),
+        ({"swiglu": False}, 1),
+        ({"n": 2 * 16 * 132 - 1}, 1),
+        ({"n": 11008, "k": 4096}, 1),
+        ({"device": H200_PTX80}, 1),
+        ({"device": L20}, 1),
+    ],
+)
+def test_a_swiglu_in_a_chain_is_dealt_out(changes: dict[str, Any], ctas_per_sm: int) -> None:
+    chain = {"n": 8192, "k": 2048, "swiglu": True, "static_weights": True}
+    found = plan(**(chain | changes))
+    assert found["grid"] == ctas_per_sm * changes.get("device", H200).sm_count
 
 
 @given(k=st.integers(4097, 2**27))

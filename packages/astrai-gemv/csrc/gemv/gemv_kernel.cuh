@@ -6,12 +6,13 @@
 // lane reads of row g (g = lane / 4) are its A fragments as they are, and the same 16 bytes of token g
 // its B fragments: no transposition, no ldmatrix.
 //
-// Grid. One CTA per SM, each with an equal, contiguous range of rows, walked in blocks of 4 tiles of
-// up to 16 rows, all of one size. The 8 warps take chunks of 128 k in turn, so a CTA sweeps its rows
-// in order. A lane keeps the x of 4 chunks (a window) in registers: all of it for K <= 4,096
-// (kResident), else one window after the other serves all tiles of a block; the first comes by loads, the
-// later ones through the ring, where they are due (kUnaligned: by loads too). The partial sums of the
-// windows, then of the warps, are added in a fixed order through shared memory.
+// Grid. One CTA per SM (two where a chain of kernels needs it: gemv_plan.cpp), each with an equal,
+// contiguous range of rows, walked in blocks of 4 tiles of up to 16 rows, all of one size. The 8 warps take
+// chunks of 128 k in turn, so a CTA sweeps its rows in order. A lane keeps the x of 4 chunks (a window) in
+// registers: all of it for K <= 4,096 (kResident), else one window after the other serves all tiles of a
+// block; the first comes by loads, the later ones through the ring, where they are due (kUnaligned: by
+// loads too). The partial sums of the windows, then of the warps, are added in a fixed order through shared
+// memory.
 //
 // Shared memory. Each warp has a ring of its own, filled by cp.async: the main loop has no CTA
 // barrier. 8 warps x (6 slots x 2 KB + 2 KB of sums) on sm_90: see gemv_traits.h for what fits and why.
@@ -44,7 +45,9 @@
 // 1024 x 4096: 13 % slower. Shifting weights in registers instead of sorting rows into classes: 20 %
 // slower at M = 8. In a decode step of a 1B Llama: an RMSNorm of x and a residual of the output in this
 // kernel, instead of kernels between: 1 % slower; later layers' weights brought to L2 during attention:
-// 2 to 10 % slower; 120 registers, so that a norm's CTA fits beside two of these: 5 % slower.
+// 2 to 10 % slower; 120 registers, so that a norm's CTA fits beside two of these: 5 % slower. Two CTAs for
+// each SM: at M = 1 2 to 4 % faster for 34 to 117 MB of weights but 18 % slower for 2,048 x 2,048, at M = 8
+// 2 to 12 % slower. Over 128,256 x 2,048 3 % slower, though behind other kernels 10 % faster by 4 or 8.
 #pragma once
 
 #include "astrai/device/async_copy.cuh"

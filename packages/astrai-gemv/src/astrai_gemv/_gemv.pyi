@@ -31,6 +31,7 @@ def plan_gemv(
     weight_address: int,
     x_address: int,
     swiglu: bool,
+    static_weights: bool,
     device: DeviceInfo,
 ) -> dict[str, int | str | bool]: ...
 def plan_add_rms_norm(
