@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +96,16 @@ def test_doctor_finds_nothing_wrong() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """The packaged model, or the one that ASTRAI_TEST_MODEL names."""
+    """The packaged model, or that of ASTRAI_TEST_MODEL; its copy in fp32; the tokenizer."""
     named = os.environ.get("ASTRAI_TEST_MODEL")
     network, tokenizer = read_model(Path(named) if named else packaged_model(), lambda *_: None)
-    return network.to("cuda").eval(), tokenizer
+    network = network.to("cuda").eval()
+    return network, copy.deepcopy(network).float(), tokenizer
 
 
 @torch.inference_mode()
 def decode(network: Any, ids: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens and the logits they were chosen from, one step at a time; or those of forced tokens.
-
-    Reading the text in one go would not do as a reference: prefill rounds differently from decode.
-    """
+    """Tokens and the logits they were chosen from, step by step; or those of forced tokens."""
     out = network(ids, use_cache=True)
     logits, tokens = [out.logits[0, -1]], []
     for step in range(NEW_TOKENS):
@@ -116,14 +117,31 @@ def decode(network: Any, ids: Tensor, forced: Tensor | None = None) -> tuple[Ten
     return torch.stack(tokens), torch.stack(logits).float()
 
 
+@contextlib.contextmanager
+def by_torch(network: Any) -> Iterator[None]:
+    """The same calls, all served by torch."""
+    with (
+        astrai_core.use(linear="torch", swiglu="torch"),
+        astrai_core.attn_backend("torch_native"),
+        patch(network),
+    ):
+        yield
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("gemv", "swiglu"), [("auto", "auto"), ("1", "1")])
 def test_greedy_text_differs_at_ties_only(
     model: Any, gemv: str, swiglu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Teacher-forced on our own text, torch's logit of our token is within 2 ulp of its largest."""
-    network, tokenizer = model
+    """On our own text, torch's fp32 logit of our token is within 2 ulp of bf16 of its largest.
+
+    In bf16 torch is no such reference: with one rounding more in rotary embedding it chooses tokens
+    that it put further below the largest logit before. What it can tell is how much of an error
+    bf16 costs, and ours is not larger.
+    """
+    network, exact, tokenizer = model
     ulps: dict[str, float] = {}
+    ours = theirs = 0.0
     monkeypatch.setenv("ASTRAI_GEMV", gemv)
     monkeypatch.setenv("ASTRAI_SWIGLU", swiglu)
     for prompt in PROMPTS:
@@ -134,17 +152,18 @@ def test_greedy_text_differs_at_ties_only(
             return_dict=True,
         )["input_ids"].to("cuda")
         with astrai_core.explain() as report, patch(network):
-            text, _ = decode(network, ids)
+            text, logits = decode(network, ids)
         assert {row.op for row in report.rows if row.chosen == "gemv"} == {"linear", "swiglu"}
         assert {row.chosen for row in report.rows if row.op == "attention"} == {"cuda"}
-        with (
-            astrai_core.use(linear="torch", swiglu="torch"),
-            astrai_core.attn_backend("torch_native"),
-            patch(network),
-        ):
-            _, logits = decode(network, ids, forced=text)
-        chosen = logits.gather(-1, text[:, None]).squeeze(-1)
-        best = logits.max(-1).values
+        with by_torch(network):
+            _, torchs = decode(network, ids, forced=text)
+        with by_torch(exact), torch.inference_mode():
+            reference = exact(torch.cat((ids[0], text))[None]).logits[0, ids.shape[-1] - 1 : -1]
+        chosen = reference.gather(-1, text[:, None]).squeeze(-1)
+        best = reference.max(-1).values
         ulp = torch.exp2(best.abs().log2().floor() - 7)
         ulps[prompt] = ((best - chosen) / ulp).max().item()
+        ours += (logits - reference).square().mean().item()
+        theirs += (torchs - reference).square().mean().item()
     assert max(ulps.values()) <= 2, ulps
+    assert ours <= 1.2 * theirs
