@@ -3,7 +3,7 @@
 
 Each task's bundle is rendered anew, and graded as any solution of it is: in a process of its own,
 with weights, cache and tokens that it has not seen. A row's error is the worst relative one of the
-logits. Fails, without writing anything, if an implementation does.
+logits. Ends at an implementation that fails; what was graded before is kept.
 """
 
 from __future__ import annotations
@@ -65,13 +65,11 @@ def graded(spec: MegaSpec, implementation: str, folder: Path, where: Environment
 def main() -> None:
     """Grades both implementations on the tasks that the command line names, or on all."""
     options, where = parser().parse_args(), Environment.current()
-    specs = load_all()
-    rows = []
+    specs, results = load_all(), results_path(options.results, where.gpu, "decode")
     for name in options.only or sorted(specs):
         for implementation in PROVIDERS:
             with tempfile.TemporaryDirectory() as folder:
-                rows.append(graded(specs[name], implementation, Path(folder), where))
-    merge(results_path(options.results, where.gpu, "decode"), rows)
+                merge(results, [graded(specs[name], implementation, Path(folder), where)])
 
 
 if __name__ == "__main__":
