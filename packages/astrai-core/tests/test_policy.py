@@ -33,8 +33,9 @@ def chosen(*args: Any, **kwargs: Any) -> str:
 
 def test_the_table_selects() -> None:
     assert chosen() == "gemv"
-    assert chosen(n=28672, k=8192) == "torch"
-    why = decide(call(n=28672, k=8192)).passed_over["gemv"]
+    assert chosen(n=28672, k=8192, m=4) == "gemv"
+    assert chosen(n=28672, k=8192, m=8) == "torch"
+    why = decide(call(n=28672, k=8192, m=8)).passed_over["gemv"]
     assert "outside the bands of sm_90" in why
     assert "ASTRAI_GEMV=1" in why
 
@@ -43,10 +44,10 @@ def test_environment_over_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASTRAI_GEMV", "0")
     assert decide(call()) == ("torch", None, {"gemv": "ASTRAI_GEMV=0"})
     monkeypatch.setenv("ASTRAI_GEMV", "1")
-    assert chosen(n=28672, k=8192) == "gemv"
-    assert chosen("swiglu") in ("gemv", "torch")
+    assert chosen(n=28672, k=8192, m=8) == "gemv"
+    assert chosen("swiglu", n=28672, k=8192, m=8) == "torch"
     monkeypatch.setenv("ASTRAI_SWIGLU", "1")
-    assert chosen("swiglu", n=28672, k=8192) == "gemv"
+    assert chosen("swiglu", n=28672, k=8192, m=8) == "gemv"
 
 
 @pytest.mark.parametrize("value", ["", "yes", "2", "AUTO"])
