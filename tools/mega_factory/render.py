@@ -105,7 +105,7 @@ def spec_json(spec: MegaSpec) -> dict[str, Any]:
         "floor_us": spec.perf_md.floor_us,
         "bandwidth": {"gpu": spec.gpu, "tb_s": BANDWIDTHS[spec.gpu]},
         "measured_on": figures and figures.measured_on,
-        "unfused_kernels": spec.unfused_kernels,
+        "unfused_kernels": figures and figures.kernels,
         "note": spec.note,
     }
 
@@ -147,7 +147,8 @@ def figures_md(spec: MegaSpec) -> str:
     if spec.measured is None:
         return f"{text}\n\nNot yet measured with the fixtures of this bundle."
     return (
-        f"{text}\n\nThe texts state the first column; the fixtures of this bundle gave the second."
+        f"{text}\n\nThe texts state the first column; the fixtures of this bundle gave the second, "
+        "which grades compare with."
     )
 
 

@@ -248,7 +248,7 @@ def test_fakes_of_the_operators(op: str) -> None:
             k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in OPS[op].items()
         }
         schema = getattr(torch.ops.astrai_attention, op).default._schema
-        defaults = {"is_causal": True, "scale": None, "mask": None, "static_cache": True}
+        defaults = {"is_causal": True, "scale": None, "mask": None}
         operands = [{**defaults, **arguments}[a.name] for a in schema.arguments]
         out, lse = getattr(torch.ops.astrai_attention, op)(*operands)
         assert out.shape == arguments["q"].shape and out.is_contiguous() and out.dtype == BF16

@@ -41,8 +41,8 @@ def test_fakes_give_shapes() -> None:
         for result in (
             OPS.attn_decode(q, k, v, None, None),
             OPS.attn_decode(sliced, k, v, ones(2, 5, dtype=torch.bool), 0.5),
-            OPS.attn_paged_decode(*cache, 4, None, False),
-            OPS.attn_paged_decode_append(*cache, 4, *new, 1.0, True),
+            OPS.attn_paged_decode(*cache, 4, None),
+            OPS.attn_paged_decode_append(*cache, 4, *new, 1.0),
         ):
             out, lse = result
             assert out.shape == (2, 1, 6, 32) and out.dtype == BF16 and out.is_contiguous()
@@ -50,8 +50,8 @@ def test_fakes_give_shapes() -> None:
         out = torch.empty_like(q)
         written = (out, None, None)
         assert OPS.attn_decode_out(q, k, v, None, None, *written) is None
-        assert OPS.attn_paged_decode_out(*cache, 4, None, True, *written) is None
-        assert OPS.attn_paged_decode_append_out(*cache, 4, *new, None, False, *written) is None
+        assert OPS.attn_paged_decode_out(*cache, 4, None, *written) is None
+        assert OPS.attn_paged_decode_append_out(*cache, 4, *new, None, *written) is None
 
 
 def test_fakes_say_what_is_wrong() -> None:
@@ -67,9 +67,9 @@ def test_fakes_say_what_is_wrong() -> None:
         with pytest.raises(ValueError, match=r"k: expected size 32 \(head_dim of q\)"):
             OPS.attn_decode(q, k[..., :16], v, None, None)
         with pytest.raises(ValueError, match=r"v_pool: expected the shape of k_pool \[7, 4, 3"):
-            OPS.attn_paged_decode(q, k_pool, v_pool[:3], table, lengths, 4, None, False)
+            OPS.attn_paged_decode(q, k_pool, v_pool[:3], table, lengths, 4, None)
         with pytest.raises(TypeError, match="v_pool: expected dtype bfloat16"):
-            OPS.attn_paged_decode(q, k_pool, v_pool.half(), table, lengths, 4, None, False)
+            OPS.attn_paged_decode(q, k_pool, v_pool.half(), table, lengths, 4, None)
 
 
 def test_only_what_is_written_is_declared_as_written() -> None:
@@ -133,6 +133,6 @@ def test_the_functional_operators_refuse_backward(name: str) -> None:
         if name == "attn_decode":
             q, *rest = (*contiguous(), None, None)
         else:
-            q, *rest = (*paged(), 4, None, False)
+            q, *rest = (*paged(), 4, None)
         with pytest.raises(RuntimeError, match="this op has no backward"):
             getattr(OPS, name)(q.requires_grad_(), *rest)

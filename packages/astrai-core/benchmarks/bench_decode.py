@@ -3,7 +3,7 @@
 
 Each task's bundle is rendered anew, and graded as any solution of it is: in a process of its own,
 with weights, cache and tokens that it has not seen. A row's error is the worst relative one of the
-logits. Ends at an implementation that fails; what was graded before is kept.
+logits. The status is 1 if an implementation fails, whose row then stays what it was.
 """
 
 from __future__ import annotations
@@ -33,12 +33,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def graded(spec: MegaSpec, implementation: str, folder: Path, where: Environment) -> Row:
-    """The row of an implementation on a task.
-
-    Raises:
-        SystemExit: it does not pass; the report says why.
-    """
+def graded(spec: MegaSpec, implementation: str, folder: Path, where: Environment) -> Row | None:
+    """The row of an implementation on a task; None if it does not pass, as its report says."""
     bundle, report = write(spec, folder), folder / "report.json"
     done = subprocess.run(
         [sys.executable, bundle / "grade.py", SOLUTION, "--json", report],
@@ -47,9 +43,9 @@ def graded(spec: MegaSpec, implementation: str, folder: Path, where: Environment
         text=True,
         check=False,
     )
-    print(f"{implementation}: {done.stdout}", end="", flush=True)
+    print(f"{implementation}: {done.stdout}{done.stderr}", end="", flush=True)
     if done.returncode != 0:
-        raise SystemExit(f"{spec.name}: {implementation} does not pass\n{done.stderr}")
+        return None
     found = json.loads(report.read_text("utf-8"))
     return where.row(
         "core",
@@ -66,10 +62,17 @@ def main() -> None:
     """Grades both implementations on the tasks that the command line names, or on all."""
     options, where = parser().parse_args(), Environment.current()
     specs, results = load_all(), results_path(options.results, where.gpu, "decode")
+    failed = []
     for name in options.only or sorted(specs):
         for implementation in PROVIDERS:
             with tempfile.TemporaryDirectory() as folder:
-                merge(results, [graded(specs[name], implementation, Path(folder), where)])
+                row = graded(specs[name], implementation, Path(folder), where)
+            if row is None:
+                failed.append(f"{name}: {implementation} does not pass")
+            else:
+                merge(results, [row])
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import astrai_core
 from astrai_core import doctor
+from astrai_core.attn import rotary
 from astrai_core.generate import packaged_model
 from astrai_core.integrations.transformers import patch, read_model
 
@@ -121,10 +122,13 @@ def decode(network: Any, ids: Tensor, forced: Tensor | None = None) -> tuple[Ten
 def by_torch(network: Any) -> Iterator[None]:
     """The same calls, all served by torch."""
     with (
+        pytest.MonkeyPatch.context() as changes,
         astrai_core.use(linear="torch", swiglu="torch"),
         astrai_core.attn_backend("torch_native"),
         patch(network),
     ):
+        # Which nothing else selects.
+        changes.setattr(rotary, "_obstacle", lambda *_: "the test compares with torch")
         yield
 
 
@@ -136,8 +140,8 @@ def test_greedy_text_differs_at_ties_only(
     """On our own text, torch's fp32 logit of our token is within 2 ulp of bf16 of its largest.
 
     In bf16 torch is no such reference: with one rounding more in rotary embedding it chooses tokens
-    that it put further below the largest logit before. What it can tell is how much of an error
-    bf16 costs, and ours is not larger.
+    that it put further below the largest logit before. It does tell which error bf16 costs; for the
+    factor see docs/numerics.md.
     """
     network, exact, tokenizer = model
     ulps: dict[str, float] = {}
@@ -166,4 +170,4 @@ def test_greedy_text_differs_at_ties_only(
         ours += (logits - reference).square().mean().item()
         theirs += (torchs - reference).square().mean().item()
     assert max(ulps.values()) <= 2, ulps
-    assert ours <= 1.2 * theirs
+    assert ours <= 1.2 * theirs, (ours, theirs)

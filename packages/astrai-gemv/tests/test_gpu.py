@@ -138,6 +138,8 @@ def check_swiglu(x: Tensor, up: Tensor, gate: Tensor) -> None:
     out = guarded_output((x.shape[0], up.shape[0]), device="cuda")
     bf16_swiglu(x, up, gate, out=out.tensor)
     out.check()
+    # Another plan may be made for it, which changes no bit.
+    assert torch.equal(bf16_swiglu(x, up, gate, static_weights=True), out.tensor)
     got, x, up, gate = host_if_small(out.tensor, x, up, gate)
     unfused = F.linear(x, up) * F.silu(F.linear(x, gate))
     assert_close_to_reference(got, reference.swiglu(x, up, gate), unfused)
@@ -182,6 +184,7 @@ OPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "gemv": lambda x, w, _: bf16_gemv(x, w),
     "gemv_static": lambda x, w, _: bf16_gemv(x, w, static_weights=True),
     "swiglu": bf16_swiglu,
+    "swiglu_static": lambda x, w, g: bf16_swiglu(x, w, g, static_weights=True),
     "norm": lambda x, w, _: add_rms_norm(x, x, w[0], 1e-5)[0],
 }
 

@@ -84,6 +84,8 @@ def test_windows_of_x_are_of_one_size(k: int, window: int) -> None:
         ({"n": 11008, "k": 4096}, 1),
         ({"device": H200_PTX80}, 1),
         ({"device": L20}, 1),
+        # One CTA fits on an SM.
+        ({"n": 16384, "device": RTX_5090}, 1),
     ],
 )
 def test_a_swiglu_in_a_chain_is_dealt_out(changes: dict[str, Any], ctas_per_sm: int) -> None:

@@ -18,8 +18,8 @@
 // without any token gives 0 and lse -inf.
 //
 // Dependent launch. Every read follows griddepcontrol.wait: q, the lengths and the newest K and V come
-// from the kernels before. With static_cache only q and the newest token do; each warp fills its ring
-// ahead, which at head_dim 64 and 16,384 tokens of 8 heads is 25 of 34 MB.
+// from the kernels before. With static_cache only q and, where it is given, the newest token do; each warp
+// fills its ring ahead, which at head_dim 64 and 16,384 tokens of 8 heads is 25 of 34 MB.
 //
 // Floor. The bytes of K and V at the read bandwidth, plus 3 us: wait, length, (page id,) first tile,
 // merge.
@@ -295,6 +295,7 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
     cp_async_wait<kStages - 2>();
     // The tile is there for all lanes, and all have read the one before, whose slot is filled now.
     __syncwarp();
+    // What was filled before the wait is full still.
     if (!early || tile > first) loader.issue();
     const uint32_t stage = ring + slot * Loader::kStageBytes;
     slot = slot + 1 == kStages ? 0 : slot + 1;

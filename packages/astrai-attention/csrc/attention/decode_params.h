@@ -41,7 +41,7 @@ struct DecodeParams {
   NewToken fresh;
   float scale_log2;   // of the scores, times log2(e)
   int max_length;     // lengths above are taken for it: no read leaves K, V or the page table
-  bool static_cache;  // all of `kv` but the newest token may be read before griddepcontrol.wait
+  bool static_cache;  // `kv` may be read before griddepcontrol.wait, where `fresh` is not
   int kv_heads;
   int group;        // query heads of a KV head
   int head_groups;  // DecodePlan::head_groups

@@ -57,16 +57,16 @@ register_attention(
 register_attention(
     "attn_paged_decode",
     "Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor seq_lens, int page_size, "
-    "float? scale, bool static_cache",
-    lambda *a: run_native("attn_paged_decode", *a[:6], None, None, *a[6:]),
+    "float? scale",
+    lambda *a: run_native("attn_paged_decode", *a[:6], None, None, a[6], False, *a[7:]),
     _fake_paged,
     ("workspace",),
 )
 register_attention(
     "attn_paged_decode_append",
     "Tensor q, Tensor(k!) k_pool, Tensor(v!) v_pool, Tensor page_table, Tensor seq_lens, "
-    "int page_size, Tensor new_k, Tensor new_v, float? scale, bool static_cache",
-    partial(run_native, "attn_paged_decode"),
+    "int page_size, Tensor new_k, Tensor new_v, float? scale",
+    lambda *a: run_native("attn_paged_decode", *a[:9], False, *a[9:]),
     _fake_paged,
     ("workspace",),
 )
@@ -93,12 +93,12 @@ def attn_paged_decode(
     new_k: Tensor | None,
     new_v: Tensor | None,
     scale: float | None,
-    static_cache: bool,
+    _static_cache: bool,
     *results: Any,
 ) -> Results:
     if (new_k is None) != (new_v is None):
         raise ValueError("new_k, new_v: expected both or neither")
     cache = (q, k_pool, v_pool, page_table, seq_lens, page_size)
     if new_k is None:
-        return _call("attn_paged_decode", (*cache, scale, static_cache), *results)
-    return _call("attn_paged_decode_append", (*cache, new_k, new_v, scale, static_cache), *results)
+        return _call("attn_paged_decode", (*cache, scale), *results)
+    return _call("attn_paged_decode_append", (*cache, new_k, new_v, scale), *results)

@@ -206,9 +206,12 @@ def attn_paged_decode(
             ``seq_lens - 1``, which is stored in the pool, and read from here.
         new_v: likewise V; both or neither.
         scale: as for `attn_decode`.
-        static_cache: lets the kernel read ``seq_lens``, ``page_table`` and the pools while the
-            preceding kernel of the stream still runs (sm_90 and newer); not the newest tokens, if
-            they are given. Only where no kernel still in flight writes what is read so.
+        static_cache: lets the kernel read ``seq_lens``, ``page_table`` and the pools, but for the
+            newest tokens if they are given, before the kernels in flight have ended (sm_90 and
+            newer; torch.compile leaves it out). Only where none of those writes what is read so.
+            In flight are the preceding kernel of the stream and, if that was launched before its
+            predecessor ended, as all kernels of astrai are, the one before it, and so on to the
+            last that was not.
         return_lse: likewise.
         out: likewise.
         lse: likewise.

@@ -7,17 +7,19 @@ namespace astrai::gemv {
 
 namespace {
 
-// Two CTAs of a swiglu kernel for each SM. In a chain of different kernels some SMs have room for two
-// CTAs of one kernel when it starts and others for none; what is left is then dealt out as room comes. In
-// a decode step of a 1B Llama a swiglu of 8,192 x 2,048 takes 13.3 us after its input instead of 17.7,
-// and alone 15.8 instead of 16.1. The next kernel starts later: of 14,336 x 4,096 one takes 1 to 4 %
-// longer, and short ranges of rows cost more than they gain.
-constexpr int64_t kMostBytes = 96'000'000;
+// Whether a swiglu kernel has two CTAs for each SM. Static weights tell of a chain of kernels that start
+// early, in which some SMs have room for two CTAs of a kernel when it starts and others for none; of twice as
+// many, those that are left come where there is room by then. In a decode step of a 1B Llama a swiglu of
+// 8,192 x 2,048 takes 13.3 us after its input instead of 17.7 (M = 1); in a chain of its own kind it takes
+// as long as before, from M = 1 to 8. What it costs is a later start of the next kernel: 14,336 x 4,096 in a
+// chain of its own kind takes 1 to 4 % longer. The limits lie between what was measured.
+constexpr int64_t kMostBytes = 128'000'000;
 constexpr int kLeastOutputs = 16;  // of a CTA
 
-bool is_dealt_out(const GemvProblem& p, const DeviceInfo& device) {
-  return p.swiglu && p.static_weights && int64_t{p.n} * p.k * 4 <= kMostBytes &&
-         p.n >= 2 * kLeastOutputs * device.sm_count;
+bool is_dealt_out(const GemvProblem& p, const GemvPlan& plan, const DeviceInfo& device) {
+  return p.swiglu && p.static_weights && plan.programmatic &&
+         2 * (plan.smem_bytes + 1024) <= device.smem_per_sm &&
+         int64_t{p.n} * p.k * 4 <= kMostBytes && p.n >= 2 * kLeastOutputs * device.sm_count;
 }
 
 }  // namespace
@@ -49,7 +51,7 @@ GemvPlan plan_gemv(const GemvProblem& p, const DeviceInfo& device) {
     plan.grid = plan.grid > kClasses ? plan.grid - plan.grid % kClasses : std::min(kClasses, p.n);
   plan.smem_bytes = smem_bytes(device.image_arch);
   plan.programmatic = device.image_arch >= 90;
-  if (plan.programmatic && is_dealt_out(p, device)) plan.grid = 2 * device.sm_count;
+  if (is_dealt_out(p, plan, device)) plan.grid = 2 * device.sm_count;
   expect_smem(device, plan.smem_bytes);
   return plan;
 }

@@ -17,7 +17,7 @@ struct GemvProblem {
   uint64_t weight_address;  // only its value modulo 16 matters
   uint64_t x_address;       // likewise
   bool swiglu;              // two weights, all operands 16-byte aligned by contract
-  bool static_weights;  // the caller's kernels are a chain, of which each starts in the one before
+  bool static_weights;      // no kernel in flight writes the weights
 };
 
 struct GemvPlan {

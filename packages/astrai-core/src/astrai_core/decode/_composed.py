@@ -2,8 +2,9 @@
 """Decoding by the kernels of the installed families, in one CUDA graph.
 
 A step is a chain of kernels of which each is launched while the one before it runs: it fetches the
-weights that it needs, which nobody writes, and then waits for its input. Torch's own kernels, which
-do neither, stand at the head of the chain only: embedding, angles and lengths.
+weights or the keys and values of earlier tokens, which nobody writes meanwhile, and then waits for
+its input. Torch's own kernels, which do neither, stand at the head of the chain only: lengths,
+angles and embedding.
 """
 
 from __future__ import annotations
@@ -195,6 +196,8 @@ class ComposedDecoder:
                 # Loads every kernel, which no capture may. Sequences without a token append none.
                 self._head()
                 self._lengths.zero_()
+                # The chain reads lengths before the kernels in flight have ended.
+                stream.synchronize()
                 self._chain()
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on allocating.
@@ -210,8 +213,8 @@ class ComposedDecoder:
         # `index_select` knows no negative index: an id or a position that is out of range is an
         # assertion of the device. Even without one only a sequence's own pages would be written:
         # the kernel clamps lengths to 0 and to what its table holds.
-        # The lengths come first: attention reads them early, and only what the last of these
-        # kernels has waited for is there for certain when the chain begins.
+        # Lengths first: attention reads them while the kernels in flight may still run, of which
+        # the last of these is one. It has waited for those before it.
         torch.add(self._pos, 1, out=self._lengths)
         torch.index_select(self._angles, 0, self._pos, out=self._turns)
         torch.index_select(self._weights.embed, 0, self._token_ids, out=self._x)
