@@ -23,7 +23,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
         "rotary_emb": ("torch", "astrai", "copy"),
         "host": ("torch", "astrai"),
     },
-    "core": {"decode": ("torch", "astrai")},
+    "core": {"decode": ("torch", "astrai"), "decode_steps": ("torch", "astrai")},
     "gemv": {
         "bf16_gemv": ("cublas", "astrai", "astrai-static"),
         "bf16_swiglu": ("torch", "astrai", "astrai-static"),
@@ -37,9 +37,9 @@ HEAD = """# Benchmarks
 Written by `python -m kernelkit.report docs/benchmarks` from the JSON beside it, which
 `nox -s bench` writes on the GPU. Microseconds, medians. Device time is per node of a CUDA graph
 of at least 32 calls over operands of more than 400 MB in all (cold L2), except `chain`, which is
-per decoder layer, `decode`, which is per step as the task's grader times it, and `host`, which is
-the host time of one eager call. `astrai-static` is
-`static_weights=True`; `copy` moves the same tensor and computes nothing.
+per decoder layer, `decode`, which is per step as the task's grader times it, `decode_steps`, which
+is per step of many back to back, and `host`, which is the host time of one eager call.
+`astrai-static` is `static_weights=True`; `copy` moves the same tensor and computes nothing.
 """
 
 
