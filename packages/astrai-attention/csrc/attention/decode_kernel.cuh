@@ -213,8 +213,8 @@ __device__ __forceinline__ void store(const DecodeParams<Kv>& p, int batch, int 
 }
 
 // Stores the newest token of a sequence in the pool: nobody reads it there during this launch, loaders
-// take it from where it comes (`fresh`). One warp
-// of the whole grid does so for each KV head, or splits would write the same row many times over.
+// take it from where it comes (`fresh`). One warp of the whole grid does so for each KV head, or splits
+// would write the same row many times over.
 template <int kHeadDim>
 __device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch, int head,
                                        int length, int lane) {

@@ -96,6 +96,7 @@ def attn_paged_decode(
     _static_cache: bool,
     *results: Any,
 ) -> Results:
+    # Compiled code may copy a pool or a table right before the call: nothing in it is static.
     if (new_k is None) != (new_v is None):
         raise ValueError("new_k, new_v: expected both or neither")
     cache = (q, k_pool, v_pool, page_table, seq_lens, page_size)

@@ -16,9 +16,8 @@ namespace {
 constexpr int64_t kMostBytes = 128'000'000;
 constexpr int kLeastOutputs = 16;  // of a CTA
 
-bool is_dealt_out(const GemvProblem& p, const GemvPlan& plan, const DeviceInfo& device) {
-  return p.swiglu && p.static_weights && plan.programmatic &&
-         2 * (plan.smem_bytes + 1024) <= device.smem_per_sm &&
+bool is_dealt_out(const GemvProblem& p, const DeviceInfo& device) {
+  return p.swiglu && p.static_weights && fits(device.image_arch, 2, device.smem_per_sm) &&
          int64_t{p.n} * p.k * 4 <= kMostBytes && p.n >= 2 * kLeastOutputs * device.sm_count;
 }
 
@@ -51,7 +50,7 @@ GemvPlan plan_gemv(const GemvProblem& p, const DeviceInfo& device) {
     plan.grid = plan.grid > kClasses ? plan.grid - plan.grid % kClasses : std::min(kClasses, p.n);
   plan.smem_bytes = smem_bytes(device.image_arch);
   plan.programmatic = device.image_arch >= 90;
-  if (is_dealt_out(p, plan, device)) plan.grid = 2 * device.sm_count;
+  if (plan.programmatic && is_dealt_out(p, device)) plan.grid = 2 * device.sm_count;
   expect_smem(device, plan.smem_bytes);
   return plan;
 }
