@@ -213,18 +213,12 @@ def test_a_chain_of_dependent_launches(kind: str, capacity: int, in_graph: bool)
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("static_cache", [False, True])
-@pytest.mark.parametrize("late", ["q", "new_k", "new_v"])
-@CAPACITIES
-def test_operands_written_by_the_preceding_kernel(
-    late: str, capacity: int, static_cache: bool
-) -> None:
-    """The preceding kernel lets this one start early and writes its operand late.
+def after_a_late_write(cache: Paged, late: str, *, static_cache: bool) -> list[bool]:
+    """Whether calls are right whose preceding kernel lets them start early and writes `late` late.
 
     `first` is turned by nothing, so that its last elements, the operand, come out as they are, at
     the end of the launch. Reading them before griddepcontrol.wait gives NaN.
     """
-    cache = paged([700, 90], page_size=16, capacity=capacity, head_dim=128, append=True)
     arguments = {"q": randn(2, 1, 8, 128), **cache.arguments}
     expected = attn_paged_decode(**arguments)
     operand = arguments[late]
@@ -239,28 +233,24 @@ def test_operands_written_by_the_preceding_kernel(
         written.fill_(torch.nan)
         rotary_emb(first, one, zero, interleaved=True, out=written)
         results.append(attn_paged_decode(**arguments, static_cache=static_cache))
-    assert all(torch.equal(result, expected) for result in results)
+    return [torch.equal(result, expected) for result in results]
+
+
+@pytest.mark.parametrize("static_cache", [False, True])
+@pytest.mark.parametrize("late", ["q", "new_k", "new_v"])
+@CAPACITIES
+def test_operands_written_by_the_preceding_kernel(
+    late: str, capacity: int, static_cache: bool
+) -> None:
+    cache = paged([700, 90], page_size=16, capacity=capacity, head_dim=128, append=True)
+    assert all(after_a_late_write(cache, late, static_cache=static_cache))
 
 
 @pytest.mark.parametrize("static_cache", [False, True])
 def test_only_a_static_cache_is_read_early(static_cache: bool) -> None:
-    """As above, with K's pool for an operand: a call that is told that it is there reads NaN."""
+    """A call that is told that the pool of K is there reads NaN."""
     cache = paged([700, 90], page_size=16, capacity=2048, head_dim=128, append=True)
-    arguments = {"q": randn(2, 1, 8, 128), **cache.arguments}
-    expected = attn_paged_decode(**arguments)
-    pool = arguments["k_pool"]
-    first = randn(8192, 32, 128)
-    first.view(-1)[-pool.numel() :] = pool.view(-1)
-    one, zero = torch.ones(8192, 64, device="cuda"), torch.zeros(8192, 64, device="cuda")
-    written = torch.empty_like(first)
-    arguments["k_pool"] = written.view(-1)[-pool.numel() :].view_as(pool)
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(30):
-        written.fill_(torch.nan)
-        rotary_emb(first, one, zero, interleaved=True, out=written)
-        results.append(attn_paged_decode(**arguments, static_cache=static_cache))
-    assert all(torch.equal(result, expected) for result in results) is not static_cache
+    assert all(after_a_late_write(cache, "k_pool", static_cache=static_cache)) is not static_cache
 
 
 def test_mixed_devices_are_refused() -> None:

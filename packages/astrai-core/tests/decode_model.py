@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import astrai_core
+from astrai_core.decode import build_model, teardown
+
 SIZES = {
     "layers": 2,
     "d": 64,
@@ -106,6 +109,20 @@ class Model:
 
     def cache(self, kind: str, page_size: int = 8) -> Any:
         return self.contiguous() if kind == "contiguous" else self.paged(page_size)
+
+
+def build(model: Model, cache: Any = None) -> Any:
+    """A handle of the model, over a paged cache if none is given."""
+    cache = model.paged() if cache is None else cache
+    return build_model(model.weights, cache, model.cfg, model.capacity)
+
+
+def reasons(model: Model, cache: Any = None) -> tuple[str, dict[str, str]]:
+    """The implementation that is chosen, and why the others are not."""
+    with astrai_core.explain() as report:
+        teardown(build(model, cache))
+    (row,) = report.rows
+    return row.chosen, dict(row.passed_over)
 
 
 def written(cache: Any, layer: int, side: int, b: int, pos: int) -> Tensor:

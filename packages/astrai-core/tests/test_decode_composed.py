@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from decode_model import LLAMA3, Exact, Model, pools, relative
+from decode_model import LLAMA3, Exact, Model, build, pools, reasons, relative
 
 import astrai_core
-from astrai_core.decode import build_model, decode_step, teardown
+from astrai_core.decode import decode_step
 from astrai_core.tables import Row
 from conftest import Site
 
@@ -24,19 +24,6 @@ OPS = {
     "attention": ("rotary_emb", "attn_paged_decode"),
 }
 ROW = Row("decode", "composed", (1, 8), (1, None), (1, None), 1, "measured")
-
-
-def build(model: Model, cache: Any = None) -> Any:
-    cache = model.paged() if cache is None else cache
-    return build_model(model.weights, cache, model.cfg, model.capacity)
-
-
-def reasons(model: Model, cache: Any = None) -> tuple[str, dict[str, str]]:
-    """The implementation that is chosen, and why the others are not."""
-    with astrai_core.explain() as report:
-        teardown(build(model, cache))
-    (row,) = report.rows
-    return row.chosen, dict(row.passed_over)
 
 
 # --- what it computes -----------------------------------------------------------------------------

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from decode_model import Model
+from decode_model import Model, build, reasons
 from torch import Tensor
 
 import astrai_core
@@ -45,19 +44,6 @@ def megakernel(site: Site, seen_as_gpu: None) -> ModuleType:
     del seen_as_gpu
     package = site.add("megakernel", native={"_native.py": SOURCE}, OPS={"decode": ("bfloat16",)})
     return site.native_of(package)
-
-
-def build(model: Model, cache: Any = None) -> Any:
-    cache = model.paged() if cache is None else cache
-    return build_model(model.weights, cache, model.cfg, model.capacity)
-
-
-def reasons(model: Model, cache: Any = None) -> tuple[str, dict[str, str]]:
-    """The implementation that is chosen, and why the others are not."""
-    with astrai_core.explain() as report:
-        teardown(build(model, cache))
-    (row,) = report.rows
-    return row.chosen, dict(row.passed_over)
 
 
 def test_it_decodes_what_it_supports(

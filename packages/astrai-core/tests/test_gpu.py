@@ -5,36 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import smollm
 import torch
 import torch.nn.functional as F
+from smollm import PROMPTS, ids_of
+from tiny_llama import ulps_below
 from torch import Tensor
 
 import astrai_core
 from astrai_core import doctor
 from astrai_core.attn import rotary
-from astrai_core.generate import packaged_model
-from astrai_core.integrations.transformers import patch, read_model
+from astrai_core.integrations.transformers import patch
 
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 NEW_TOKENS = 128
-PROMPTS = [
-    "Why is the sky blue?",
-    "Write a short story about a lighthouse keeper.",
-    "List five prime numbers and explain why they are prime.",
-    "Explain what a hash table is to a child.",
-    "Give me a recipe for bread.",
-    "What happened in the year 1969?",
-    "Translate 'good morning' into French, German and Spanish.",
-    "Write a Python function that reverses a list.",
-]
 
 
 def randn(*shape: int) -> Tensor:
@@ -95,15 +85,6 @@ def test_doctor_finds_nothing_wrong() -> None:
     assert {("linear", "gemv"), ("swiglu", "gemv")} <= chosen
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """The packaged model, or that of ASTRAI_TEST_MODEL; its copy in fp32; the tokenizer."""
-    named = os.environ.get("ASTRAI_TEST_MODEL")
-    network, tokenizer = read_model(Path(named) if named else packaged_model(), lambda *_: None)
-    network = network.to("cuda").eval()
-    return network, copy.deepcopy(network).float(), tokenizer
-
-
 @torch.inference_mode()
 def decode(network: Any, ids: Tensor, forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Tokens and the logits they were chosen from, step by step; or those of forced tokens."""
@@ -135,7 +116,7 @@ def by_torch(network: Any) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("gemv", "swiglu"), [("auto", "auto"), ("1", "1")])
 def test_greedy_text_differs_at_ties_only(
-    model: Any, gemv: str, swiglu: str, monkeypatch: pytest.MonkeyPatch
+    gemv: str, swiglu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On our own text, torch's fp32 logit of our token is within 2 ulp of bf16 of its largest.
 
@@ -143,18 +124,14 @@ def test_greedy_text_differs_at_ties_only(
     that it put further below the largest logit before. It does tell which error bf16 costs; for the
     factor see docs/numerics.md.
     """
-    network, exact, tokenizer = model
+    network, tokenizer = smollm.on_gpu()
+    exact = copy.deepcopy(network).float()
     ulps: dict[str, float] = {}
     ours = theirs = 0.0
     monkeypatch.setenv("ASTRAI_GEMV", gemv)
     monkeypatch.setenv("ASTRAI_SWIGLU", swiglu)
     for prompt in PROMPTS:
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )["input_ids"].to("cuda")
+        ids = ids_of(tokenizer, prompt)
         with astrai_core.explain() as report, patch(network):
             text, logits = decode(network, ids)
         assert {row.op for row in report.rows if row.chosen == "gemv"} == {"linear", "swiglu"}
@@ -163,10 +140,7 @@ def test_greedy_text_differs_at_ties_only(
             _, torchs = decode(network, ids, forced=text)
         with by_torch(exact), torch.inference_mode():
             reference = exact(torch.cat((ids[0], text))[None]).logits[0, ids.shape[-1] - 1 : -1]
-        chosen = reference.gather(-1, text[:, None]).squeeze(-1)
-        best = reference.max(-1).values
-        ulp = torch.exp2(best.abs().log2().floor() - 7)
-        ulps[prompt] = ((best - chosen) / ulp).max().item()
+        ulps[prompt] = ulps_below(reference, text)
         ours += (logits - reference).square().mean().item()
         theirs += (torchs - reference).square().mean().item()
     assert max(ulps.values()) <= 2, ulps

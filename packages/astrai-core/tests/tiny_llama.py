@@ -48,6 +48,13 @@ def tokens_of(forward, ids, count):
         return [token for token, _ in greedy(forward, ids, [], count)]
 
 
+def ulps_below(logits, tokens):
+    """How far the logits of tokens are below the largest of their rows at most, in ulp of bf16."""
+    best = logits.max(-1).values
+    ulp = torch.exp2(best.abs().log2().floor() - 7)
+    return float(((best - logits.gather(-1, tokens[:, None])[:, 0]) / ulp).max())
+
+
 def excess_ulps(network, prompt, tokens):
     """How far the network's logits of tokens are below its largest ones, in ulp of bf16.
 
@@ -56,9 +63,7 @@ def excess_ulps(network, prompt, tokens):
     forward, ids, worst = by_transformers(network), prompt, 0.0
     with torch.inference_mode():
         for token in tokens:
-            logits = forward(ids)[0].float()
-            best = logits.max()
-            ulp = torch.exp2(best.abs().log2().floor() - 7)
-            worst = max(worst, float((best - logits[token]) / ulp))
+            logits = forward(ids).float()
             ids = torch.tensor([[token]], device=prompt.device)
+            worst = max(worst, ulps_below(logits, ids[0]))
     return worst
