@@ -58,18 +58,46 @@ def test_short_sequences_get_a_cluster(max_length: int, parts: int) -> None:
     assert found["workspace_bytes"] == 0
 
 
-def test_long_sequences_get_the_whole_gpu_and_a_second_kernel() -> None:
-    found = plan(max_length=2049)
+def test_long_sequences_get_the_whole_gpu() -> None:
+    found = plan(max_length=3073)
     assert (found["parts"], found["splits"], found["grid"]) == (1, 16, 128)
+    assert found["merges_inside"]
     assert found["workspace_bytes"] == 4 * 128 * HEADS * (128 + 2)
-    # No split without tokens: 2049 are 17 rounds of 8 warps with 16 tokens each.
-    assert plan(max_length=2049, kv_heads=1, q_heads=4)["splits"] == 17
+    # No split without tokens: 3073 are 25 rounds of 8 warps with 16 tokens each.
+    assert plan(max_length=3073, kv_heads=1, q_heads=4)["splits"] == 25
     assert plan(max_length=1 << 20, kv_heads=1, q_heads=4)["splits"] == 132
 
 
-def test_a_few_ctas_a_unit_stay_a_cluster_however_long() -> None:
-    found = plan(max_length=1 << 20, batch=2)
-    assert (found["parts"], found["splits"]) == (8, 1)
+@pytest.mark.parametrize(
+    ("kv_heads", "splits", "merges_inside"), [(1, 132, False), (4, 33, False), (5, 26, True)]
+)
+def test_of_very_many_splits_a_second_kernel_adds_the_sums(
+    kv_heads: int, splits: int, merges_inside: bool
+) -> None:
+    found = plan(max_length=1 << 20, kv_heads=kv_heads, q_heads=kv_heads)
+    assert (found["splits"], found["merges_inside"]) == (splits, merges_inside)
+    assert not plan(max_length=16)["merges_inside"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_length", "parts", "splits"),
+    [
+        (1, 3072, 8, 1),
+        (1, 3073, 1, 16),
+        (2, 512, 4, 1),
+        (2, 1024, 1, 8),
+        (4, 256, 2, 1),
+        (4, 512, 1, 4),
+        (8, 1024, 2, 1),
+        (8, 1 << 20, 2, 1),
+        (5, 1 << 20, 1, 3),
+        (16, 1 << 20, 1, 1),
+    ],
+)
+def test_no_cluster_waits_for_a_place(batch: int, max_length: int, parts: int, splits: int) -> None:
+    """Of 4 and 8 CTAs three quarters of the GPU at most, or they would run in two waves."""
+    found = plan(batch=batch, max_length=max_length)
+    assert (found["parts"], found["splits"]) == (parts, splits)
 
 
 @pytest.mark.parametrize("name", ["h200-ptx80", "a100", "l20"])

@@ -24,7 +24,7 @@ from astrai_attention import (
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 SMALL = pytest.mark.sanitize
-# On sm_90 decode merges 16,384 tokens by a second kernel, 2048 in a cluster.
+# On sm_90 decode shares 16,384 tokens among splits, 2048 in a cluster.
 LENGTHS = {"decode": 2048, "paged decode": 2048, "long decode": 16_384, "long paged": 16_384}
 OPS = [*LENGTHS, "prefill", "paged prefill"]
 EVERY = pytest.mark.parametrize("kind", OPS)

@@ -129,11 +129,13 @@ def test_batches(batch: int, head_dim: int, append: bool) -> None:
     check_paged(cache, randn(batch, 1, 32, head_dim))
 
 
-@pytest.mark.parametrize("length", [700, 2048, 5000])
+@pytest.mark.parametrize(
+    ("length", "capacity"), [(700, 700), (2048, 2048), (5000, 5000), (700, 4096), (3500, 4096)]
+)
 @PAGE_SIZES
-def test_pages_change_no_bit(length: int, page_size: int) -> None:
+def test_pages_change_no_bit(length: int, capacity: int, page_size: int) -> None:
     """Of one capacity, the same plan and the same order of additions as over contiguous K and V."""
-    cache = paged([length] * 2, page_size=page_size, capacity=length, head_dim=128)
+    cache = paged([length] * 2, page_size=page_size, capacity=capacity, head_dim=128)
     q = randn(2, 1, 8, 128)
     out = attn_paged_decode(q, **cache.arguments)
     capacity = cache.page_table.shape[1] * page_size
@@ -151,7 +153,7 @@ def test_scales(scale: float, capacity: int) -> None:
 
 
 @SMALL
-@pytest.mark.parametrize("capacity", [64, 2560])
+@pytest.mark.parametrize("capacity", [64, 3200])
 def test_slices_of_fused_projections(capacity: int) -> None:
     cache = paged([40, 7], page_size=8, capacity=capacity, append=True)
     fused = torch.full((2, 1, 10, 64), torch.nan, dtype=BF16)

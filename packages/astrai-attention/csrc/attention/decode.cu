@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "astrai/host/launch.h"
+#include "attention/arrivals.h"
 #include "attention/decode_kernel.cuh"
 #include "attention/decode_mma.cuh"
 #include "attention/decode_scalar.cuh"
@@ -26,10 +27,10 @@ void launch_instance(const DecodeParams<Kv>& params, const DecodePlan& plan, int
   shape.cluster = plan.parts;
   shape.programmatic = plan.programmatic;
   launch(kernel, shape, stream, "attn_decode", params);
-  if (plan.splits == 1) return;
+  if (plan.splits == 1 || params.arrivals != nullptr) return;
   shape.grid = dim3(static_cast<unsigned>(plan.grid / plan.splits / plan.head_groups) *
                     static_cast<unsigned>(params.group));
-  shape.block = dim3(kMergeThreads);
+  shape.block = dim3(kMergeThreads<kHeadDim>);
   shape.smem_bytes = 0;
   launch(merge_kernel<kHeadDim, Kv>, shape, stream, "attn_decode", params);
 }
@@ -47,8 +48,9 @@ void launch_warps(const DecodeParams<Kv>& params, const DecodePlan& plan, int de
 }
 
 template <class Kv>
-void launch_head_dim(const DecodeParams<Kv>& params, const DecodePlan& plan, int head_dim,
-                     int device, cudaStream_t stream) {
+void launch_head_dim(DecodeParams<Kv> params, const DecodePlan& plan, int head_dim, int device,
+                     cudaStream_t stream) {
+  if (plan.merges_inside) params.arrivals = arrivals_for(device, stream);
   switch (head_dim) {
     case 32: return launch_warps<32>(params, plan, device, stream);
     case 64: return launch_warps<64>(params, plan, device, stream);

@@ -8,8 +8,11 @@
 // Grid. A unit is one KV head of one sequence with up to 8 of its query heads. A cluster of `parts` CTAs,
 // or `splits` CTAs, share a unit; their warps take tiles in turn, up to the length that the device finds.
 // In a cluster each CTA sends every other one the sums of the outputs that are that one's to finish, by
-// stores that count on a barrier of the receiver. Splits leave their sums in a workspace, and
-// merge_kernel, launched behind as a dependent, adds them. Neither has counters or atomics.
+// stores that count on a barrier of the receiver. Splits leave their sums in a workspace; the one that comes
+// last, by a counter (arrivals.h), adds them, or, of very many, merge_kernel, launched behind as a dependent:
+// blocks of 8 splits, each in order, then the blocks in order. All are counted, those without tokens too:
+// a count that depended on lengths could be left wrong, for every later launch, by one that read them while
+// they changed.
 //
 // Shared memory. Each warp has a ring of K and V tiles filled by cp.async: no CTA barrier in the main
 // loop. head_dim 128 on sm_90: 4 or 8 warps x 3 stages x 8 KB + 5 KB of inbox; see decode_plan.h.
@@ -28,17 +31,23 @@
 // Clusters of 8 at that length gather on half of the GPCs: 198 us, where splits take 126. A contiguous
 // range of tokens for each CTA instead of tiles in turn: no better. The release of a cluster barrier in
 // place of counted stores: 0.3 us more, it is a fence of the whole GPU. Four warps on an SM: 188 us, too
-// few to hide one another. Page ids one tile ahead instead of two: 2 % slower over pages of 16. In a
-// decode step of a 1B Llama with static_cache: half the ring, by four warps or by tiles of 16 tokens, so
-// that the next linear's CTA fits beside: 4 us a call. The merge's dependents launched after its wait or
-// at its end: 1 to 2 us a layer, the next linear fills its ring too late.
+// few to hide one another. Page ids one tile ahead instead of two: 2 % slower over pages of 16. Ids of 32
+// tiles at once, one in each lane, or by cp.async with the tile two before: 3 % faster for 16 sequences of
+// 4,096, but 3 us slower for one of 32,768 or more. Bringing the first tiles to L2 before the wait by
+// default, of pages by ids read early: 3 to 5 % faster for one sequence of 4,096, 1 to 2 % slower for 8 of
+// 1,024 or 4 of 8,192. No dependent launch of long sequences: 1 % faster for one of 131,072, but a graph
+// planned for that many would take 1 us more at any length. Splits without tokens that pass through all of
+// the kernel: such a graph takes 7 us at 512 tokens instead of 5.3. In a decode step of a 1B Llama with
+// static_cache: half the ring, by four warps or by tiles of 16 tokens, so that the next linear's CTA fits
+// beside: 4 us a call. The merge's dependents launched after its wait or at its end: 1 to 2 us a layer, the
+// next linear fills its ring too late.
 #pragma once
 
 #include <type_traits>
 
 #include "astrai/device/async_copy.cuh"
+#include "astrai/device/cluster.cuh"
 #include "astrai/device/pdl.cuh"
-#include "attention/cluster.cuh"
 #include "attention/decode_params.h"
 #include "attention/tile_ops.cuh"
 
@@ -50,7 +59,9 @@ constexpr int kDecodeArch = __CUDA_ARCH__ / 10;
 constexpr int kDecodeArch = 80;
 #endif
 
-constexpr int kMergeThreads = 128;
+// At least 4 for each quad of outputs: of up to 32 splits each then adds one block.
+template <int kHeadDim>
+constexpr int kMergeThreads = kHeadDim < 128 ? 128 : kHeadDim;
 
 // Fills a warp's ring with the tiles `first`, `first` + `step`, ...
 template <int kHeadDim, class Kv>
@@ -63,14 +74,14 @@ struct TileLoader {
   static constexpr int kRows = 32 / kPieces;  // of a warp's copy
   static constexpr int kTile = decode_tile(kHeadDim);
   static constexpr int kCopies = kTile / kRows;
+  static constexpr int kBlock = 16;
 
   const DecodeParams<Kv>& p;
   const int batch, head, length, step, lane;
   const uint32_t ring;  // this lane's place in slot 0
   const uint64_t policy;
   int tile, slot;
-  // Pages of the next two tiles: an id takes longer to come than a tile. Of the tile's first token where
-  // the tile lies in one page, else of token lane % kTile.
+  // Pages of token lane % kTile of the next two tiles: an id takes longer to come than a tile.
   int page, later_page;
 
   __device__ __forceinline__ TileLoader(const DecodeParams<Kv>& p, int batch, int head, int length,
@@ -88,12 +99,13 @@ struct TileLoader {
         page(page_of(first)),
         later_page(page_of(first + step)) {}
 
-  __device__ __forceinline__ bool in_one_page() const {
-    if constexpr (kPaged) return 1 << p.kv.page_shift >= kTile;
+  // Blocks of 16 tokens lie in one page then: their rows are a stride apart.
+  __device__ __forceinline__ bool in_blocks() const {
+    if constexpr (kPaged) return 1 << p.kv.page_shift >= kBlock;
     return true;
   }
   __device__ __forceinline__ int position_of(int tile) const {
-    return tile * kTile + (in_one_page() ? 0 : lane % kTile);
+    return tile * kTile + (kPaged ? lane % kTile : 0);
   }
   __device__ __forceinline__ int page_of(int tile) const {
     const int position = position_of(tile);
@@ -106,31 +118,47 @@ struct TileLoader {
     return kPaged && p.fresh.k != nullptr && left > 0 && left <= kTile;
   }
 
+  // Copies the next tile's rows: `row_of(i)` is the offset of row i * kRows + lane / kPieces.
+  template <class RowOf>
+  __device__ __forceinline__ void copy(int left, const RowOf& row_of) const {
+    const int piece = lane % kPieces * 8;
+    const bool fresh = has_fresh();
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int token = i * kRows + lane / kPieces;
+      const int64_t from = row_of(i) + piece;
+      const __nv_bfloat16* k = p.kv.k + from;
+      const __nv_bfloat16* v = p.kv.v + from;
+      if (fresh && token == left - 1) {
+        k = p.fresh.k + batch * p.fresh.k_stride.batch + head * p.fresh.k_stride.head + piece;
+        v = p.fresh.v + batch * p.fresh.v_stride.batch + head * p.fresh.v_stride.head + piece;
+      }
+      const int bytes = token < left ? 16 : 0;
+      // Keys of rows i * kRows and lane / kPieces have no bit in common.
+      const uint32_t key = swizzle_key<kRowBytes>(i * kRows);
+      const uint32_t at = ((ring + slot * kStageBytes) ^ (key << 4)) + i * kRows * kRowBytes;
+      cp_async_16(at, k, bytes, policy);
+      cp_async_16(at + kStageBytes / 2, v, bytes, policy);
+    }
+  }
+
   __device__ __forceinline__ void issue() {
     const int left = length - tile * kTile;
     if (left > 0) {
-      const bool even = in_one_page();
-      const int piece = lane % kPieces * 8;
-      int64_t row = p.kv.row(batch, head, page, position_of(tile));
-      if (even) row += lane / kPieces * p.kv.token_stride + piece;
-      const bool fresh = has_fresh();
+      const int64_t stride = p.kv.token_stride;
+      const int64_t row = p.kv.row(batch, head, page, position_of(tile));
+      if (in_blocks()) {
+        int64_t rows[kTile / kBlock];
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int token = i * kRows + lane / kPieces;
-        int64_t from = row + i * kRows * p.kv.token_stride;
-        if (!even) from = __shfl_sync(0xffffffffu, row, token) + piece;
-        const __nv_bfloat16* k = p.kv.k + from;
-        const __nv_bfloat16* v = p.kv.v + from;
-        if (fresh && token == left - 1) {
-          k = p.fresh.k + batch * p.fresh.k_stride.batch + head * p.fresh.k_stride.head + piece;
-          v = p.fresh.v + batch * p.fresh.v_stride.batch + head * p.fresh.v_stride.head + piece;
+        for (int block = 0; block < kTile / kBlock; ++block) {
+          rows[block] = kPaged ? __shfl_sync(0xffffffffu, row, block * kBlock)
+                               : row + block * kBlock * stride;
+          rows[block] += lane / kPieces * stride;
         }
-        const int bytes = token < left ? 16 : 0;
-        // Keys of rows i * kRows and lane / kPieces have no bit in common.
-        const uint32_t key = swizzle_key<kRowBytes>(i * kRows);
-        const uint32_t at = ((ring + slot * kStageBytes) ^ (key << 4)) + i * kRows * kRowBytes;
-        cp_async_16(at, k, bytes, policy);
-        cp_async_16(at + kStageBytes / 2, v, bytes, policy);
+        copy(left, [&](int i) { return rows[i * kRows / kBlock] + i * kRows % kBlock * stride; });
+      } else {
+        copy(left,
+             [&](int i) { return __shfl_sync(0xffffffffu, row, i * kRows + lane / kPieces); });
       }
       tile += step;
       slot = slot + 1 == kStages ? 0 : slot + 1;
@@ -164,6 +192,7 @@ struct Merge {
         in_stats(reinterpret_cast<float2*>(smem + kStatsAt)),
         barrier(smem_address(smem) + kBarrierAt) {
     static_assert(kWarps * kDecodeHeads * (kPitch * 4 + 8) <= kRingBytes);
+    static_assert(kMergedInside / kBlockSplits * kDecodeHeads * (kHeadDim / 4) * 24 <= kRingBytes);
   }
 };
 
@@ -228,6 +257,82 @@ __device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch
   copy(p.kv.v, p.fresh.v + batch * p.fresh.v_stride.batch + head * p.fresh.v_stride.head);
 }
 
+// A quad of outputs of the splits of `block` below `splits`, added in order. `part` and `stat` are split 0's.
+template <int kHeadDim>
+__device__ __forceinline__ void add_block(const float* part, const float2* stat, int block,
+                                          int splits, float2& all, float4& sum) {
+  all = make_float2(kMinusInfinity, 0.0f);
+  sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 some[kBlockSplits];
+  float2 mine[kBlockSplits];
+#pragma unroll
+  for (int i = 0; i < kBlockSplits; ++i) {
+    const int split = block * kBlockSplits + i;
+    mine[i] = all;
+    some[i] = sum;
+    if (split < splits) {
+      mine[i] = __ldcg(stat + split * kDecodeHeads);
+      some[i] =
+          __ldcg(reinterpret_cast<const float4*>(part + int64_t{split} * kDecodeHeads * kHeadDim));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kBlockSplits; ++i) add_part(all, sum, mine[i], some[i]);
+}
+
+// Merges the first `splits` splits of a unit, which are those with tokens. `smem` holds sums of blocks.
+template <int kHeadDim, int kThreads, class Kv, class Store>
+__device__ __forceinline__ void merge_splits(const DecodeParams<Kv>& p, int unit, int splits,
+                                             int quads, char* smem, const Store& store_quad) {
+  const int blocks = (splits + kBlockSplits - 1) / kBlockSplits;
+  auto* const sums = reinterpret_cast<float4*>(smem);
+  auto* const stats = reinterpret_cast<float2*>(sums + blocks * quads);
+  const int64_t at = int64_t{unit} * p.splits * kDecodeHeads;
+  for (int i = threadIdx.x; i < blocks * quads; i += kThreads) {
+    const int block = i / quads;
+    const int quad = i - block * quads;
+    const int h = quad / (kHeadDim / 4);
+    const int d = quad % (kHeadDim / 4) * 4;
+    float4 sum;
+    float2 all;
+    add_block<kHeadDim>(p.sums + (at + h) * kHeadDim + d, p.stats + at + h, block, splits, all,
+                        sum);
+    if (blocks == 1) {
+      store_quad(h, d, sum, all);
+    } else {
+      sums[i] = sum;
+      stats[i] = all;
+    }
+  }
+  if (blocks == 1) return;
+  __syncthreads();
+  for (int quad = threadIdx.x; quad < quads; quad += kThreads) {
+    float4 sum = sums[quad];
+    float2 all = stats[quad];
+    for (int block = 1; block < blocks; ++block)
+      add_part(all, sum, stats[block * quads + quad], sums[block * quads + quad]);
+    store_quad(quad / (kHeadDim / 4), quad % (kHeadDim / 4) * 4, sum, all);
+  }
+}
+
+// Whether this CTA is the last of `count` whose stores are done; then all of those can be read. The barriers
+// make thread 0's release stand for the stores of all, and its acquire for their reads. `flag`: a place in
+// shared memory.
+__device__ __forceinline__ bool comes_last(unsigned* arrivals, int count, volatile int* flag) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned before;
+    // The last one leaves 0.
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(arrivals), "r"(count - 1)
+                 : "memory");
+    *flag = before == static_cast<unsigned>(count - 1);
+  }
+  __syncthreads();
+  return *flag != 0;
+}
+
 template <class Warp, int kWarps, class Kv>
 __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
   constexpr int kHeadDim = Warp::kHeadDim;
@@ -273,80 +378,96 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
     loader.issue();
   }
   if (early) pdl_wait();
+  // Splits with tokens; merge_kernel does not know the length.
+  const bool inside = p.arrivals != nullptr;
+  const int used = inside ? min(p.splits, max(1, (tiles + kWarps - 1) / kWarps)) : p.splits;
 
-  Warp state;
-  state.load_q(p, batch, head * p.group + first_head, heads, lane, smem + merge.kQueriesAt);
-  if constexpr (Loader::kPaged) {
-    if (p.fresh.k != nullptr && first_head == 0 && split == 0 && rank == 0 && warp == kWarps - 1 &&
-        length > 0)
-      append<kHeadDim>(p, batch, head, length, lane);
-  }
+  if (split < used) {
+    Warp state;
+    state.load_q(p, batch, head * p.group + first_head, heads, lane, smem + merge.kQueriesAt);
+    if constexpr (Loader::kPaged) {
+      if (p.fresh.k != nullptr && first_head == 0 && split == 0 && rank == 0 &&
+          warp == kWarps - 1 && length > 0)
+        append<kHeadDim>(p, batch, head, length, lane);
+    }
 
-  int slot = 0;
-  for (int tile = first; tile < tiles; tile += step) {
-    bool keep[Warp::kTokens];
+    int slot = 0;
+    for (int tile = first; tile < tiles; tile += step) {
+      bool keep[Warp::kTokens];
 #pragma unroll
-    for (int i = 0; i < Warp::kTokens; ++i) {
-      const int position = tile * Loader::kTile + Warp::token_of(lane, i);
-      keep[i] = position < length;
-      if (p.mask.data != nullptr && keep[i])
-        keep[i] = p.mask.data[batch * p.mask.batch_stride + position * p.mask.key_stride] != 0;
+      for (int i = 0; i < Warp::kTokens; ++i) {
+        const int position = tile * Loader::kTile + Warp::token_of(lane, i);
+        keep[i] = position < length;
+        if (p.mask.data != nullptr && keep[i])
+          keep[i] = p.mask.data[batch * p.mask.batch_stride + position * p.mask.key_stride] != 0;
+      }
+      if (early && tile == first)
+        cp_async_wait<kStages - 1>();
+      else
+        cp_async_wait<kStages - 2>();
+      // The tile is there for all lanes, and all have read the one before, whose slot is filled now.
+      __syncwarp();
+      // What was filled before the wait is full still.
+      if (!early || tile > first) loader.issue();
+      const uint32_t stage = ring + slot * Loader::kStageBytes;
+      slot = slot + 1 == kStages ? 0 : slot + 1;
+      state.add(keep, stage, stage + Loader::kStageBytes / 2, p.scale_log2, lane);
     }
-    cp_async_wait<kStages - 2>();
-    // The tile is there for all lanes, and all have read the one before, whose slot is filled now.
-    __syncwarp();
-    // What was filled before the wait is full still.
-    if (!early || tile > first) loader.issue();
-    const uint32_t stage = ring + slot * Loader::kStageBytes;
-    slot = slot + 1 == kStages ? 0 : slot + 1;
-    state.add(keep, stage, stage + Loader::kStageBytes / 2, p.scale_log2, lane);
-  }
 
-  cp_async_wait<0>();
-  __syncthreads();
-  state.put(merge.sums + warp * kDecodeHeads * merge.kPitch, merge.stats + warp * kDecodeHeads,
-            merge.kPitch, lane);
-  if (p.parts > 1) cluster_wait();
-  __syncthreads();
+    cp_async_wait<0>();
+    __syncthreads();
+    state.put(merge.sums + warp * kDecodeHeads * merge.kPitch, merge.stats + warp * kDecodeHeads,
+              merge.kPitch, lane);
+    if (p.parts > 1) cluster_wait();
+    __syncthreads();
 
-  for (int quad = threadIdx.x; quad < quads; quad += kWarps * 32) {
-    const int h = quad / (kHeadDim / 4);
-    const int d = quad % (kHeadDim / 4) * 4;
-    const float2 cta =
-        merged_stats<kWarps>(kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; });
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int quad = threadIdx.x; quad < quads; quad += kWarps * 32) {
+      const int h = quad / (kHeadDim / 4);
+      const int d = quad % (kHeadDim / 4) * 4;
+      const float2 cta =
+          merged_stats<kWarps>(kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; });
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float weight = weight_of(merge.stats[w * kDecodeHeads + h].x, cta.x);
-      const float4 part = *reinterpret_cast<const float4*>(
-          merge.sums + (w * kDecodeHeads + h) * Merge<kHeadDim, kWarps>::kPitch + d);
-      sum.x += weight * part.x;
-      sum.y += weight * part.y;
-      sum.z += weight * part.z;
-      sum.w += weight * part.w;
+      for (int w = 0; w < kWarps; ++w) {
+        const float weight = weight_of(merge.stats[w * kDecodeHeads + h].x, cta.x);
+        const float4 part = *reinterpret_cast<const float4*>(
+            merge.sums + (w * kDecodeHeads + h) * Merge<kHeadDim, kWarps>::kPitch + d);
+        sum.x += weight * part.x;
+        sum.y += weight * part.y;
+        sum.z += weight * part.z;
+        sum.w += weight * part.w;
+      }
+      if (used > 1) {
+        float* place = p.sums + (blockIdx.x * kDecodeHeads + h) * int64_t{kHeadDim} + d;
+        *reinterpret_cast<float4*>(place) = sum;
+      } else if (p.parts > 1) {
+        const int index = rank * share + (quad >> p.parts_log2);
+        send(smem_address(merge.inbox + index * 4), merge.barrier, quad & (p.parts - 1), sum);
+      } else {
+        store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, cta);
+      }
     }
-    if (p.splits > 1) {
-      float* place = p.sums + (blockIdx.x * kDecodeHeads + h) * int64_t{kHeadDim} + d;
-      *reinterpret_cast<float4*>(place) = sum;
-    } else if (p.parts > 1) {
-      const int index = rank * share + (quad >> p.parts_log2);
-      send(smem_address(merge.inbox + index * 4), merge.barrier, quad & (p.parts - 1), sum);
-    } else {
-      store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, cta);
+    for (int i = threadIdx.x; i < p.parts * kDecodeHeads; i += kWarps * 32) {
+      const int h = i % kDecodeHeads;
+      const float2 cta =
+          merged_stats<kWarps>(kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; });
+      if (used > 1)
+        p.stats[int64_t{blockIdx.x} * kDecodeHeads + h] = cta;
+      else if (p.parts > 1)
+        send(smem_address(merge.in_stats + rank * kDecodeHeads + h), merge.barrier,
+             i / kDecodeHeads, cta);
     }
   }
-  if (p.splits == 1 && p.parts == 1) return;
-  for (int i = threadIdx.x; i < p.parts * kDecodeHeads; i += kWarps * 32) {
-    const int h = i % kDecodeHeads;
-    const float2 cta =
-        merged_stats<kWarps>(kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; });
-    if (p.splits > 1)
-      p.stats[int64_t{blockIdx.x} * kDecodeHeads + h] = cta;
-    else
-      send(smem_address(merge.in_stats + rank * kDecodeHeads + h), merge.barrier, i / kDecodeHeads,
-           cta);
+  if (p.splits > 1) {
+    auto* const flag = reinterpret_cast<int*>(smem + merge.kBarrierAt);
+    if (!inside || !comes_last(p.arrivals + unit, p.splits, flag) || used == 1) return;
+    merge_splits<kHeadDim, kWarps * 32>(
+        p, unit, used, quads, smem, [&](int h, int d, float4 sum, float2 all) {
+          store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, all);
+        });
+    return;
   }
-  if (p.splits > 1) return;
+  if (p.parts == 1) return;
   wait_for_inbox(merge.barrier);
   for (int i = threadIdx.x; i < mine; i += kWarps * 32) {
     const int quad = i * p.parts + rank;
@@ -384,12 +505,13 @@ __global__ void __launch_bounds__(32 * kWarps,
 }
 
 // Merges the splits of one query head. A CTA has threads for its quads several times over; the n-th of a
-// quad's threads takes splits n, n + kTimes, ...
+// quad's threads takes blocks n, n + kTimes, ... of splits.
 template <int kHeadDim, class Kv>
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kMergeThreads<kHeadDim>)
     merge_kernel(const __grid_constant__ DecodeParams<Kv> p) {
   constexpr int kQuads = kHeadDim / 4;
-  constexpr int kTimes = kMergeThreads / kQuads;
+  constexpr int kTimes = kMergeThreads<kHeadDim> / kQuads;
+  static_assert(kTimes >= 4);
   __shared__ float4 sums[kTimes][kQuads];
   __shared__ float2 stats[kTimes];
 
@@ -408,23 +530,11 @@ __global__ void __launch_bounds__(kMergeThreads)
 
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float2 all = make_float2(kMinusInfinity, 0.0f);
-  constexpr int kAtOnce = 8;
-  for (int first = time; first < p.splits; first += kAtOnce * kTimes) {
-    float4 some[kAtOnce];
-    float2 mine[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int split = first + i * kTimes;
-      mine[i] = make_float2(kMinusInfinity, 0.0f);
-      some[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (split < p.splits) {
-        mine[i] = __ldcg(stat + split * kDecodeHeads);
-        some[i] = __ldcg(
-            reinterpret_cast<const float4*>(part + int64_t{split} * kDecodeHeads * kHeadDim));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) add_part(all, sum, mine[i], some[i]);
+  for (int block = time; block * kBlockSplits < p.splits; block += kTimes) {
+    float4 some;
+    float2 mine;
+    add_block<kHeadDim>(part, stat, block, p.splits, mine, some);
+    add_part(all, sum, mine, some);
   }
   sums[time][quad] = sum;
   if (quad == 0) stats[time] = all;

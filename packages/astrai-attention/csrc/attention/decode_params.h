@@ -50,6 +50,7 @@ struct DecodeParams {
   int splits;     // DecodePlan::splits
   float* sums;    // [units, splits, kDecodeHeads, head_dim], not normalised; null without splits
   float2* stats;  // [units, splits, kDecodeHeads]: maximum of the scores in log2, sum
+  unsigned* arrivals;  // [units], 0 between launches; null: merge_kernel merges splits
 };
 
 // What follows from a problem and its plan; `workspace`: plan.workspace_bytes, on 16 bytes.

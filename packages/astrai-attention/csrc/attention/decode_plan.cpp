@@ -4,12 +4,17 @@
 #include <algorithm>
 #include <limits>
 
+#include "attention/arrivals.h"
+
 namespace astrai::attention {
 
 namespace {
 
-// Up to this length a cluster is faster than the whole GPU with a second kernel.
-constexpr int64_t kClusterTokens = 2048;
+// A cluster merges sooner than splits do. But of 4 and 8 CTAs clusters find no place on the last SMs of a GPC:
+// 32 clusters of 4 or 16 of 8 run in two waves on 132 SMs (2 x 1,024 tokens take 9.5 us, as splits 7.3), and
+// 8 of 8 gather on half of the GPCs, with half of the bandwidth.
+constexpr int kAnywhere = 2;  // CTAs of a cluster that is placed as well as single ones
+constexpr int64_t kClusterTokens = 3072;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -45,13 +50,16 @@ DecodePlan plan_decode(const DecodeProblem& p, const DeviceInfo& device) {
       std::min(slots / units, ceil_div(p.max_length, plan.warps * decode_tile(head_dim)));
   plan.parts = 1;
   plan.splits = 1;
-  // A cluster merges in 1 us, a second kernel in 2. But clusters do not spread over the GPCs: 8 of 8 CTAs
-  // get half of the bandwidth, which matters from some length on.
-  const int parts = device.image_arch >= 90 ? kDecodeMaxParts : 1;
-  if (most > parts && (parts == 1 || p.max_length > kClusterTokens))
-    plan.splits = static_cast<int>(most);
+  int parts = 1;
+  if (device.image_arch >= 90)
+    while (parts * 2 <= std::min<int64_t>(most, kDecodeMaxParts)) parts *= 2;
+  const bool are_placed = (parts == most && parts <= kAnywhere) ||
+                          (p.max_length <= kClusterTokens && units * parts * 4 <= slots * 3);
+  if (parts > 1 && are_placed)
+    plan.parts = parts;
   else
-    while (plan.parts * 2 <= std::min<int64_t>(most, parts)) plan.parts *= 2;
+    plan.splits = static_cast<int>(std::max<int64_t>(most, 1));
+  plan.merges_inside = plan.splits > 1 && plan.splits <= kMergedInside && units <= kArrivals;
   plan.grid = units * plan.parts * plan.splits;
   // Sums, then for each head its maximum and its sum of exponentials.
   if (plan.splits > 1) plan.workspace_bytes = plan.grid * kDecodeHeads * (p.head_dim + 2) * 4;

@@ -16,6 +16,10 @@ constexpr int kDecodeHeads = 8;  // query heads of a CTA: the N operand
 // CTAs of a cluster: of 16, with an SM each, an H200 runs seven at a time.
 constexpr int kDecodeMaxParts = 8;
 
+// One CTA reads the sums of so many splits in a microsecond or two; of more, a second kernel's many CTAs.
+constexpr int kMergedInside = 32;
+constexpr int kBlockSplits = 8;  // that a thread reads at a time
+
 // Tokens of a step of a warp, in blocks of 16, the M operand of the MMA. A step's softmax costs the same
 // for both, which short rows feel.
 constexpr int decode_tile(int head_dim) { return head_dim <= 64 ? 32 : 16; }
@@ -93,9 +97,11 @@ struct DecodeProblem {
 struct DecodePlan {
   int head_groups;  // CTAs that share a KV head, each with up to kDecodeHeads query heads
   int parts;        // CTAs of a cluster, among which the tokens of a sequence are split
-  int splits;    // CTAs among which they are split, and merged by a second kernel; 1 with parts > 1
-  int warps;     // of a CTA
-  int64_t grid;  // batch * kv_heads * head_groups * parts * splits
+  int splits;       // CTAs among which they are split; 1 with parts > 1
+  bool
+      merges_inside;  // the last of them merges if counters are left (arrivals.h); else a second kernel
+  int warps;          // of a CTA
+  int64_t grid;       // batch * kv_heads * head_groups * parts * splits
   int64_t workspace_bytes;  // 0 without splits
   int smem_bytes;
   bool programmatic;  // launch with programmatic dependent launch

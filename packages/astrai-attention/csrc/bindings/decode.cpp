@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "astrai/host/torch_exchange.h"
+#include "attention/arrivals.h"
 #include "attention/decode_params.h"
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
@@ -90,8 +91,7 @@ py::object run(Params& params, py::handle q_, const TensorView& q, const Queries
                int64_t kv_heads, int64_t max_length, const Results& given) {
   const TorchExchange& torch = TorchExchange::get();
   const py::object result =
-      given.out ? py::reinterpret_borrow<py::object>(given.out_)
-                : torch.new_empty(q_, {shape.batch, 1, shape.heads, shape.head_dim});
+      given.out ? py::reinterpret_borrow<py::object>(given.out_) : torch.empty_like(q_);
   py::object lse = py::reinterpret_borrow<py::object>(given.lse_);
   if (given.with_lse && !given.lse) lse = torch.new_empty_fp32(q_, {shape.batch, shape.heads, 1});
   if (q.numel() == 0) return attention::answer(result, lse);
@@ -256,6 +256,7 @@ py::dict plan_decode(int64_t batch, int64_t q_heads, int64_t kv_heads, int64_t h
   result["parts"] = plan.parts;
   result["grid"] = plan.grid;
   result["splits"] = plan.splits;
+  result["merges_inside"] = plan.merges_inside;
   result["workspace_bytes"] = plan.workspace_bytes;
   result["warps"] = plan.warps;
   result["smem_bytes"] = plan.smem_bytes;
@@ -268,6 +269,7 @@ py::dict plan_decode(int64_t batch, int64_t q_heads, int64_t kv_heads, int64_t h
 void bind_decode(py::module_& m) {
   m.def("plan_decode", &plan_decode, py::kw_only(), py::arg("batch"), py::arg("q_heads"),
         py::arg("kv_heads"), py::arg("head_dim"), py::arg("max_length"), py::arg("device"));
+  m.def("arrivals_held", &attention::arrivals_held, py::arg("device"));
   m.def("attn_decode", &attn_decode, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask"),
         py::arg("scale"), py::arg("return_lse"), py::arg("out"), py::arg("lse"),
         py::arg("workspace"));

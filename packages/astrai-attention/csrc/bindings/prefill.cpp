@@ -106,8 +106,7 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
       q, {&k, &v, astrai::address(mask), astrai::address(out), astrai::address(lse)});
 
   const int64_t batch = q.size(0), q_len = q.size(1), heads = q.size(2), kv_len = k.size(1);
-  const py::object result = out ? py::reinterpret_borrow<py::object>(out_)
-                                : torch.new_empty(q_, {batch, q_len, heads, q.size(3)});
+  const py::object result = out ? py::reinterpret_borrow<py::object>(out_) : torch.empty_like(q_);
   py::object lse_result = py::reinterpret_borrow<py::object>(lse_);
   if (with_lse && !lse) lse_result = torch.new_empty_fp32(q_, {batch, heads, q_len});
   if (q.numel() == 0) return attention::answer(result, lse_result);
@@ -197,8 +196,7 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
                              astrai::address(out), astrai::address(lse)});
 
   const int64_t total = q.size(0), heads = q.size(1);
-  const py::object result = out ? py::reinterpret_borrow<py::object>(out_)
-                                : torch.new_empty(q_, {total, heads, q.size(2)});
+  const py::object result = out ? py::reinterpret_borrow<py::object>(out_) : torch.empty_like(q_);
   py::object lse_result = py::reinterpret_borrow<py::object>(lse_);
   if (with_lse && !lse) lse_result = torch.new_empty_fp32(q_, {heads, total});
   if (q.numel() == 0) return attention::answer(result, lse_result);

@@ -66,12 +66,6 @@ void check_angles(const TensorView& table, const Heads& x) {
   table.expect_aligned_rows();
 }
 
-py::object empty_like(py::handle object, const TensorView& x) {
-  const TorchExchange& torch = TorchExchange::get();
-  return x.rank() == 3 ? torch.new_empty(object, {x.size(0), x.size(1), x.size(2)})
-                       : torch.new_empty(object, {x.size(0), x.size(1), x.size(2), x.size(3)});
-}
-
 py::object rotary_emb(py::handle x_, py::handle cos_, py::handle sin_, py::handle interleaved_,
                       py::handle out_) {
   const TorchExchange& torch = TorchExchange::get();
@@ -91,7 +85,7 @@ py::object rotary_emb(py::handle x_, py::handle cos_, py::handle sin_, py::handl
   torch.refuse_grad("rotary_emb", {{"x", x_}, {"cos", cos_}, {"sin", sin_}, {"out", out_}});
   astrai::expect_one_gpu(x, {&cos, &sin, astrai::address(out)});
 
-  const py::object result = out ? py::reinterpret_borrow<py::object>(out_) : empty_like(x_, x);
+  const py::object result = out ? py::reinterpret_borrow<py::object>(out_) : torch.empty_like(x_);
   if (x.numel() == 0) return result;
   if (!out) out.emplace(torch.view("out", result));
 

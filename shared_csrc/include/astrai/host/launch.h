@@ -37,6 +37,9 @@ class SmemOptIn {
   std::atomic<bool> done_[kMaxDevices]{};
 };
 
+// Whether programmatic launches are programmatic: measurements turn them off, to tell what they gain.
+inline std::atomic<bool> dependent_launches{true};
+
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
             const char* what, const Args&... args) {
@@ -47,7 +50,7 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t st
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
   config.attrs = attributes;
-  if (shape.programmatic) {
+  if (shape.programmatic && dependent_launches.load(std::memory_order_relaxed)) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

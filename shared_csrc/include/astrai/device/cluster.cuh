@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-namespace astrai::attention {
+namespace astrai {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ int cluster_rank() {
@@ -57,6 +57,16 @@ __device__ __forceinline__ void send(uint32_t smem, uint32_t barrier, int rank, 
       : "memory");
 }
 
+__device__ __forceinline__ void send(uint32_t smem, uint32_t barrier, int rank, float v) {
+  asm volatile(
+      "{ .reg .u32 to, its;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 its, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %3, [its]; }" ::"r"(smem),
+      "r"(barrier), "r"(rank), "f"(v)
+      : "memory");
+}
+
 // Until all bytes are there.
 __device__ __forceinline__ void wait_for_inbox(uint32_t barrier) {
   asm volatile(
@@ -75,4 +85,4 @@ __device__ __forceinline__ void send(uint32_t, uint32_t, int, const T&) {}
 __device__ __forceinline__ void wait_for_inbox(uint32_t) {}
 #endif
 
-}  // namespace astrai::attention
+}  // namespace astrai
