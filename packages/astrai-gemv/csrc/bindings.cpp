@@ -78,8 +78,9 @@ class Output {
   Bf16* allocate() {
     const TorchExchange& torch = TorchExchange::get();
     if (!view_) {
-      made_ = x_.rank() == 1 ? torch.new_empty(x_object_, {n_})
-                             : torch.new_empty(x_object_, {x_.size(0), n_});
+      made_ = n_ == x_.size(-1) ? torch.empty_like(x_object_)
+              : x_.rank() == 1  ? torch.new_empty(x_object_, {n_})
+                                : torch.new_empty(x_object_, {x_.size(0), n_});
       view_.emplace(torch.view("out", made_));
     }
     return view_->data<Bf16>();
@@ -124,6 +125,7 @@ py::object run_linear(const Tokens& tokens, const TensorView& x, const TensorVie
                        x.address(), /*swiglu=*/gate != nullptr, static_weights},
                       gemv::device_info(device));
   params.window = plan.window;
+  params.parts = plan.parts;
   params.out = out.allocate();
   astrai::DeviceGuard guard(device);
   const auto launch = gate != nullptr ? gemv::launch_swiglu : gemv::launch_gemv;
@@ -225,6 +227,7 @@ py::dict plan_dict(int m, int n, int k, int64_t row_stride, uint64_t weight_addr
   static const char* const kSources[] = {"aligned", "unaligned", "swiglu"};
   py::dict result;
   result["source"] = kSources[static_cast<int>(plan.source)];
+  result["parts"] = plan.parts;
   result["resident"] = plan.resident;
   result["window"] = plan.window;
   result["grid"] = plan.grid;

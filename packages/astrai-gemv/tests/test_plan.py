@@ -60,9 +60,38 @@ def test_row_source(changes: dict[str, Any], source: str) -> None:
     assert plan(**changes)["source"] == source
 
 
-@pytest.mark.parametrize(("k", "resident"), [(8, True), (4096, True), (4097, False), (8192, False)])
+@pytest.mark.parametrize(("k", "resident"), [(8, True), (4096, True), (4104, False), (8192, False)])
 def test_x_stays_in_registers_up_to_4096(k: int, resident: bool) -> None:
-    assert plan(k=k)["resident"] is resident
+    assert plan(n=8192, k=k)["resident"] is resident
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, 1),
+        ({"k": 4104}, 2),
+        ({"k": 4104, "m": 8, "static_weights": True}, 2),
+        ({"k": 4095}, 1),
+        ({"k": 5001}, 1),
+        ({"n": 4224, "k": 8192}, 2),
+        ({"n": 4225, "k": 8192}, 1),
+        ({"k": 8200}, 1),
+        ({"n": 256, "k": 4104}, 8),
+        ({"n": 257, "k": 4104}, 2),
+        ({"n": 1, "k": 32768}, 8),
+        ({"n": 1, "k": 32776}, 1),
+        ({"n": 2112, "k": 8192, "swiglu": True}, 2),
+        ({"n": 2113, "k": 8192, "swiglu": True}, 1),
+        ({"n": 2048, "k": 8192, "device": H200_PTX80}, 1),
+        ({"n": 2048, "k": 8192, "device": L20}, 1),
+    ],
+)
+def test_a_cluster_shares_a_long_k_of_few_rows(changes: dict[str, Any], parts: int) -> None:
+    found = plan(**changes)
+    assert found["parts"] == parts
+    if parts > 1:
+        assert found["resident"]
+        assert found["grid"] == parts * min(132 // parts, changes.get("n", 4096))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +99,7 @@ def test_x_stays_in_registers_up_to_4096(k: int, resident: bool) -> None:
     [(8, 1), (1024, 1), (1025, 2), (4096, 4), (5120, 3), (8192, 4), (9217, 4), (14336, 4)],
 )
 def test_windows_of_x_are_of_one_size(k: int, window: int) -> None:
-    assert plan(k=k)["window"] == window
+    assert plan(n=8192, k=k)["window"] == window
 
 
 @pytest.mark.parametrize(
@@ -82,13 +111,18 @@ def test_windows_of_x_are_of_one_size(k: int, window: int) -> None:
         ({"swiglu": False}, 1),
         ({"n": 2 * 16 * 132 - 1}, 1),
         ({"n": 11008, "k": 4096}, 1),
+        ({"swiglu": False, "n": 2048, "k": 8192}, 2),
+        ({"swiglu": False, "n": 2048, "k": 8192, "m": 5}, 1),
+        ({"swiglu": False, "n": 1024, "k": 8192}, 1),
+        ({"swiglu": False, "n": 62500}, 2),
+        ({"swiglu": False, "n": 62499}, 1),
         ({"device": H200_PTX80}, 1),
         ({"device": L20}, 1),
         # One CTA fits on an SM.
         ({"n": 16384, "device": RTX_5090}, 1),
     ],
 )
-def test_a_swiglu_in_a_chain_is_dealt_out(changes: dict[str, Any], ctas_per_sm: int) -> None:
+def test_in_a_chain_some_are_dealt_out(changes: dict[str, Any], ctas_per_sm: int) -> None:
     chain = {"n": 8192, "k": 2048, "swiglu": True, "static_weights": True}
     found = plan(**(chain | changes))
     assert found["grid"] == ctas_per_sm * changes.get("device", H200).sm_count
@@ -98,7 +132,7 @@ def test_a_swiglu_in_a_chain_is_dealt_out(changes: dict[str, Any], ctas_per_sm: 
 def test_the_first_window_fills_the_ring(k: int) -> None:
     """The ring is filled before griddepcontrol.wait: x of a second window must not be in it."""
     slots_of_a_chunk, ring = 2, 6
-    assert slots_of_a_chunk * int(plan(k=k)["window"]) >= ring
+    assert slots_of_a_chunk * int(plan(n=8192, k=k)["window"]) >= ring
 
 
 def test_dependent_launch_follows_the_image_not_the_gpu() -> None:
@@ -133,7 +167,9 @@ def test_any_problem_fits_any_device(
         weight_address=weight_address,
         x_address=x_address,
     )
-    assert 1 <= found["grid"] <= min(n, max(device.sm_count, 8))
+    parts = found["parts"]
+    assert 1 <= found["grid"] // parts <= min(n, max(device.sm_count, 8))
+    assert found["grid"] % parts == 0
     if found["source"] == "unaligned":
         assert found["grid"] % 8 == 0 or found["grid"] == n
     ctas = 2 if name == "h200" else 1

@@ -7,7 +7,8 @@ namespace astrai::gemv {
 
 const DeviceInfo& device_info(int device) {
   return cached_device(device, [device] {
-    const auto* kernel = reinterpret_cast<const void*>(gemv_kernel<RowSource::kAligned, true>);
+    const auto* kernel =
+        reinterpret_cast<const void*>(gemv_kernel<RowSource::kAligned, true, false>);
     return query_device(device, kernel, "astrai-gemv");
   });
 }

@@ -11,8 +11,9 @@
 // chunks of 128 k in turn, so a CTA sweeps its rows in order. A lane keeps the x of 4 chunks (a window) in
 // registers: all of it for K <= 4,096 (kResident), else one window after the other serves all tiles of a
 // block; the first comes by loads, the later ones through the ring, where they are due (kUnaligned: by
-// loads too). The partial sums of the windows, then of the warps, are added in a fixed order through shared
-// memory.
+// loads too). A longer K of few rows is shared by a cluster (kSplit), whose CTAs send one another the sums
+// of the tiles that are the other's to finish. The partial sums of the windows, then of the warps, then of
+// the CTAs, are added in a fixed order through shared memory.
 //
 // Shared memory. Each warp has a ring of its own, filled by cp.async: the main loop has no CTA
 // barrier. 8 warps x (6 slots x 2 KB + 2 KB of sums) on sm_90: see gemv_traits.h for what fits and why.
@@ -30,27 +31,31 @@
 //
 // Floor. n * k * 2 bytes of weights at the read bandwidth; the tokens come from L2.
 //
-// What lost. A lane copying only what it reads back (64 bytes of a row per request): 3.8 TB/s where
-// 128 and 256 bytes reach 4.5, because a DRAM page is left before it is used up. cp.async's L2 prefetch
-// hints: 8 % slower on contiguous sweeps. Prefetching to L2 without evict_first: 14 % slower at 4096 x
-// 4096. Clusters that split K, for all of x in registers: 0.7 us per block of two tiles; better only where
-// a CTA has one block (2048 x 8192: 7 % at M = 1, 13 % at M = 8), 10 % slower at 28672 x 8192. Reloading
-// x at each block where it could stay: at M = 8 its loads queue behind the ring's, 1 us each time. Two
-// half-size windows, one loaded while the other is used: 2 % slower, the rows' sweeps get shorter.
-// Loading each window when it is due, instead of through the ring: 1 to 7 % slower for K > 4,096. There,
-// blocks of 8 tiles with a ring of 5 slots: 1 to 4 % slower, but at M = 8 over 28672 x 8192 1 % faster.
-// Blocks of 16 tiles at M <= 2, by keeping no sums of absent tokens: 1 to 5 % slower.
-// Slots of a whole chunk: no change. Walking through the code once before the wait, for the instruction
-// cache: nothing gained after it, 0.4 us lost to the later start. Half as many CTAs with full tiles at
-// 1024 x 4096: 13 % slower. Shifting weights in registers instead of sorting rows into classes: 20 %
-// slower at M = 8. In a decode step of a 1B Llama: an RMSNorm of x and a residual of the output in this
-// kernel, instead of kernels between: 1 % slower; later layers' weights brought to L2 during attention:
-// 2 to 10 % slower; 120 registers, so that a norm's CTA fits beside two of these: 5 % slower. Two CTAs for
+// What lost. A lane copying only what it reads back (64 bytes of a row per request): 3.8 TB/s where 128 and
+// 256 bytes reach 4.5, because a DRAM page is left before it is used up. cp.async's L2 prefetch hints: 8 %
+// slower on contiguous sweeps. Prefetching to L2 without evict_first: 14 % slower at 4096 x 4096. Clusters
+// of several blocks: 0.7 us for the sums of each, 10 % slower at 28672 x 8192. Clusters where x fits
+// without them: in a chain of its own kind 1024 x 4096 takes a quarter less, but between other kernels 1 to
+// 2 us more (a layer of an 8B Llama 113.0 us instead of 110.7, a decode step of a 1B one 1 % longer).
+// Reloading x at each block where it could stay: at M = 8 its loads queue behind the ring's, 1 us each
+// time. Two half-size windows, one loaded while the other is used: 2 % slower, the rows' sweeps get
+// shorter. Launching dependents when the last tile, or the two or three last ones, are left, so that their
+// rings fill while this kernel drains: 3 to 20 % slower in chains. Bringing weights that are not static to
+// L2 before the wait: 1 to 5 % slower. Loading each window when it is due, instead of through the ring: 1
+// to 7 % slower for K > 4,096. There, blocks of 8 tiles with a ring of 5 slots: 1 to 4 % slower, but at M =
+// 8 over 28672 x 8192 1 % faster. Blocks of 16 tiles at M <= 2, by keeping no sums of absent tokens: 1 to 5
+// % slower. Slots of a whole chunk: no change. Walking through the code once before the wait, for the
+// instruction cache: nothing gained after it, 0.4 us lost to the later start. Half as many CTAs with full
+// tiles at 1024 x 4096: 13 % slower. Shifting weights in registers instead of sorting rows into classes: 20
+// % slower at M = 8. In a decode step of a 1B Llama: an RMSNorm of x and a residual of the output in this
+// kernel, instead of kernels between: 1 % slower; later layers' weights brought to L2 during attention: 2
+// to 10 % slower; 120 registers, so that a norm's CTA fits beside two of these: 5 % slower. Two CTAs for
 // each SM: at M = 1 2 to 4 % faster for 34 to 117 MB of weights but 18 % slower for 2,048 x 2,048, at M = 8
-// 2 to 12 % slower. Over 128,256 x 2,048 3 % slower, though behind other kernels 10 % faster by 4 or 8.
+// 2 to 12 % slower.
 #pragma once
 
 #include "astrai/device/async_copy.cuh"
+#include "astrai/device/cluster.cuh"
 #include "astrai/device/mma.cuh"
 #include "astrai/device/pdl.cuh"
 #include "gemv/gemv_params.h"
@@ -66,6 +71,7 @@ constexpr int kImageArch = 80;
 #endif
 
 constexpr int kStages = stages_for(kImageArch);
+constexpr int kBarrierAt = smem_bytes(kImageArch);
 static_assert(kStages % 2 == 0, "slots hold the halves of chunks in turn");
 static_assert(kStages <= 6, "x must not be copied before the wait: a first window has 3 chunks");
 
@@ -91,14 +97,22 @@ struct Rows {
   const __nv_bfloat16* weight;
   int64_t stride;  // elements
   int k;           // elements of a row from `weight` on
+  int offset;      // elements before, of other CTAs of the cluster
   int head;        // elements before
   int first;       // row r is output first + r * kStep
   int begin, end;
   int per_tile;  // outputs; a swiglu tile has two rows for each
 
-  __device__ __forceinline__ explicit Rows(const GemvParams& p)
-      : weight(p.weight), stride(p.row_stride), k(p.k), head(0), first(0) {
-    int n = p.n, part = blockIdx.x, parts = gridDim.x;
+  // Of the CTA of that rank in a cluster of `cluster` CTAs.
+  __device__ __forceinline__ Rows(const GemvParams& p, int cluster, int rank)
+      : weight(p.weight), stride(p.row_stride), k(p.k), offset(0), head(0), first(0) {
+    int n = p.n, part = blockIdx.x / cluster, parts = gridDim.x / cluster;
+    if (cluster > 1) {
+      const int most = ((k + kChunk - 1) / kChunk + cluster - 1) / cluster * kChunk;
+      offset = min(k, rank * most);
+      weight += offset;
+      k = min(most, k - offset);
+    }
     if (kStep > 1) {
       first = part % kStep;
       part /= kStep;
@@ -183,8 +197,9 @@ struct Producer {
     bytes = 2 * all.k - offset;
     if (kUnaligned) to_last = p.n - 1 - all.output(row);
     low = reinterpret_cast<const char*>(all.weight + row * all.stride) + offset;
-    high = kSwiglu ? reinterpret_cast<const char*>(p.gate + row * p.gate_stride) + offset
-                   : low + 16 * all.stride;
+    high = kSwiglu
+               ? reinterpret_cast<const char*>(p.gate + row * p.gate_stride + all.offset) + offset
+               : low + 16 * all.stride;
   }
 
   // Copies one piece of a row, as far as the row goes: `left` bytes from there on. Of the matrix's last
@@ -261,7 +276,8 @@ __device__ __forceinline__ void prefetch_rows(const GemvParams& p, const Rows<kS
   const int last = min(all.end, first + kPrefetchBytes / (kMatrices * width));
   for (int row = first + threadIdx.x; row < last; row += kThreads) {
     prefetch_l2(all.weight + row * all.stride, width);
-    if (kSource == RowSource::kSwiglu) prefetch_l2(p.gate + row * p.gate_stride, width);
+    if (kSource == RowSource::kSwiglu)
+      prefetch_l2(p.gate + row * p.gate_stride + all.offset, width);
   }
 }
 
@@ -283,7 +299,7 @@ __device__ __forceinline__ void load_x(const GemvParams& p, const Rows<kSource>&
                                        int chunk, uint4 (&x)[4]) {
   const int token = lane / 4;
   const int k = chunk * kChunk + lane % 4 * 8;
-  const __nv_bfloat16* from = p.x + token * p.k + all.head + k;
+  const __nv_bfloat16* from = p.x + token * p.k + all.offset + all.head + k;
 #pragma unroll
   for (int piece = 0; piece < 4; ++piece, from += 32) {
     x[piece] = make_uint4(0, 0, 0, 0);
@@ -338,9 +354,14 @@ __device__ __forceinline__ float last_elements(const GemvParams& p, int token, i
 // exchange of t lets 16 rows of a token be read without bank conflicts.
 __device__ __forceinline__ int sum_slot(int g, int t) { return g * 4 + (t ^ (g / 2)); }
 
-template <RowSource kSource, bool kResident>
+template <RowSource kSource, bool kResident, bool kSplit>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     gemv_kernel(const __grid_constant__ GemvParams p) {
+  // No plan asks for clusters there.
+  if constexpr (kSplit && kImageArch < 90) {
+    __trap();
+    return;
+  }
   constexpr int kOutputs = kBlockTiles * kTileFloats / kThreads;
   constexpr bool kSwiglu = kSource == RowSource::kSwiglu;
   constexpr bool kUnaligned = kSource == RowSource::kUnaligned;
@@ -351,11 +372,19 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const Rows<kSource> all(p);
+  const int rank = kSplit ? cluster_rank() : 0;
+  const Rows<kSource> all(p, kSplit ? p.parts : 1, rank);
   const int chunks = ((all.k + kChunk - 1) / kChunk - warp + kWarps - 1) / kWarps;
   const uint32_t ring = smem_address(smem) + warp * kStages * kSlotBytes;
   // Row g's pieces t and t + 4 of a slot; odd rows hold them swapped.
   const uint32_t piece = ring + lane / 4 * 128 + (lane % 4 + lane / 4 % 2 * 4) * 16;
+
+  // A cluster has one block. The CTA of rank r finishes its tiles r, r + parts, ...
+  const uint32_t barrier = smem_address(smem) + kBarrierAt;
+  if (kSplit && threadIdx.x == 0) {
+    const int mine = (all.tiles_of_block(all.begin) - rank + p.parts - 1) / p.parts;
+    init_inbox(barrier, p.parts * mine * ((p.m + 1) / 2) * 32 * int{sizeof(float)});
+  }
 
   Producer<kSource, kResident> producer(p, all, lane, warp, chunks, ring);
   const auto fill_ring = [&] {
@@ -472,18 +501,50 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
     // Half a warp finishes 16 rows of a token: 32 bytes of output that lie together.
     const int in_tile = lane % kTileRows;
+    const auto sum_of_warps = [&](int tile, int pair) {
+      const float* partial = sums + tile * kTileFloats + sum_slot(in_tile % 8, pair) * 4 +
+                             in_tile / 8 * 2 + lane / kTileRows;
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += partial[w * kBlockTiles * kTileFloats];
+      return sum;
+    };
     __syncthreads();
+    // By the rank of who sent.
+    float* const inbox = reinterpret_cast<float*>(smem) + threadIdx.x;
+    if constexpr (kSplit) {
+      // The rings are empty: the others may send there, once they are at this point too. What was read from
+      // them is in the sums that the barrier has passed on, so that a relaxed arrival comes after.
+      cluster_arrive();
+      float total[kOutputs];
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) {
+        const int tile = (warp + i * kWarps) / 4;
+        if (tile < tiles) total[i] = sum_of_warps(tile, (warp + i * kWarps) % 4);
+      }
+      cluster_wait();
+#pragma unroll
+      for (int i = 0; i < kOutputs; ++i) {
+        const int tile = (warp + i * kWarps) / 4;
+        if (tile < tiles && (warp + i * kWarps) % 4 * 2 < p.m)
+          send(smem_address(inbox + (rank * kOutputs + i) * kThreads), barrier, tile % p.parts,
+               total[i]);
+      }
+      wait_for_inbox(barrier);
+    }
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
       const int tile = (warp + i * kWarps) / 4;
       const int pair = (warp + i * kWarps) % 4;
       const int token = pair * 2 + lane / kTileRows;
       if (tile >= tiles || pair * 2 >= p.m) continue;
-      const float* partial = sums + tile * kTileFloats + sum_slot(in_tile % 8, pair) * 4 +
-                             in_tile / 8 * 2 + lane / kTileRows;
       float sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += partial[w * kBlockTiles * kTileFloats];
+      if constexpr (kSplit) {
+        if (tile % p.parts != rank) continue;
+        for (int r = 0; r < p.parts; ++r) sum += inbox[(r * kOutputs + i) * kThreads];
+      } else {
+        sum = sum_of_warps(tile, pair);
+      }
       if (kSwiglu) {
         const float gate = __shfl_down_sync(0xffffffffu, sum, 8);
         sum = round_bf16(sum) * silu_bf16(gate);

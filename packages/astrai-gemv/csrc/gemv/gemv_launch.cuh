@@ -7,10 +7,10 @@
 
 namespace astrai::gemv {
 
-template <RowSource kSource, bool kResident>
+template <RowSource kSource, bool kResident, bool kSplit>
 void launch_instance(const GemvParams& params, const GemvPlan& plan, int device,
                      cudaStream_t stream, const char* what) {
-  auto* kernel = gemv_kernel<kSource, kResident>;
+  auto* kernel = gemv_kernel<kSource, kResident, kSplit>;
   static SmemOptIn opt_in;
   opt_in(kernel, plan.smem_bytes, device, what);
   LaunchShape shape;
@@ -18,16 +18,20 @@ void launch_instance(const GemvParams& params, const GemvPlan& plan, int device,
   shape.block = dim3(kThreads);
   shape.smem_bytes = plan.smem_bytes;
   shape.programmatic = plan.programmatic;
+  shape.cluster = plan.parts;
   launch(kernel, shape, stream, what, params);
 }
 
 template <RowSource kSource>
 void launch_source(const GemvParams& params, const GemvPlan& plan, int device, cudaStream_t stream,
                    const char* what) {
+  if constexpr (kSource != RowSource::kUnaligned)
+    if (plan.parts > 1)
+      return launch_instance<kSource, true, true>(params, plan, device, stream, what);
   if (plan.resident)
-    launch_instance<kSource, true>(params, plan, device, stream, what);
+    launch_instance<kSource, true, false>(params, plan, device, stream, what);
   else
-    launch_instance<kSource, false>(params, plan, device, stream, what);
+    launch_instance<kSource, false, false>(params, plan, device, stream, what);
 }
 
 }  // namespace astrai::gemv

@@ -18,6 +18,7 @@ struct GemvParams {
   int64_t gate_stride;          // of gate
   int m, n, k;
   int window;           // GemvPlan::window
+  int parts;            // GemvPlan::parts
   bool static_weights;  // weight (and gate) may be read before griddepcontrol.wait
 };
 

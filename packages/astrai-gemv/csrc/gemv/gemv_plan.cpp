@@ -7,18 +7,42 @@ namespace astrai::gemv {
 
 namespace {
 
-// Whether a swiglu kernel has two CTAs for each SM. Static weights tell of a chain of kernels that start
-// early, in which some SMs have room for two CTAs of a kernel when it starts and others for none; of twice as
-// many, those that are left come where there is room by then. In a decode step of a 1B Llama a swiglu of
-// 8,192 x 2,048 takes 13.3 us after its input instead of 17.7 (M = 1); in a chain of its own kind it takes
-// as long as before, from M = 1 to 8. What it costs is a later start of the next kernel: 14,336 x 4,096 in a
-// chain of its own kind takes 1 to 4 % longer. The limits lie between what was measured.
-constexpr int64_t kMostBytes = 128'000'000;
+// Rows up to which 8 CTAs share K: 16 for each of 16 clusters.
+constexpr int kFewRows = 256;
+
+// CTAs of a cluster that share rows, each with a part of K, so that all of its x stays in registers. That
+// takes less time where a cluster has one block of tiles, which is all that the kernel has for it: on an
+// H200, 7 to 40 % less over 512 to 4,096 rows of 8,192, 80 % over one row of 16,384. It does not depend on
+// m: a token's result is the same beside any others.
+int parts_of(const GemvProblem& p, RowSource source, const DeviceInfo& device) {
+  if (device.image_arch < 90 || source == RowSource::kUnaligned || p.k <= kResidentK) return 1;
+  const int64_t rows = int64_t{p.n} * (p.swiglu ? 2 : 1);
+  const auto can = [&](int parts) {
+    const int clusters = device.sm_count / parts;
+    return p.k <= parts * kResidentK && rows <= int64_t{kBlockTiles} * kTileRows * clusters;
+  };
+  if (rows <= kFewRows && can(8)) return 8;
+  return can(2) ? 2 : 1;
+}
+
+// Whether there are two CTAs for each SM. Static weights tell of a chain of kernels that start early, in which
+// some SMs have room for two CTAs of a kernel when it starts and others for none; of twice as many, those
+// that are left come where there is room by then. In a decode step of a 1B Llama (M = 1), after its input, a
+// swiglu of 8,192 x 2,048 takes 13.3 us instead of 17.7, the 2,048 x 8,192 behind it, in two parts, 8.8
+// instead of 11.0, the head of 128,256 x 2,048 112 to 117 instead of 120 to 190. What it costs is a later
+// start of the next kernel: in a chain of its own kind that swiglu takes as long as before, one of 14,336 x
+// 4,096 1 to 4 % longer, the head 3 %, two parts 5 % less at M = 1 but 3 % more at M = 8.
+constexpr int64_t kMostSwigluBytes = 128'000'000;
+constexpr int64_t kLeastLinearBytes = 256'000'000;
+constexpr int64_t kLeastPartsBytes = 24'000'000;
 constexpr int kLeastOutputs = 16;  // of a CTA
 
-bool is_dealt_out(const GemvProblem& p, const DeviceInfo& device) {
-  return p.swiglu && p.static_weights && fits(device.image_arch, 2, device.smem_per_sm) &&
-         int64_t{p.n} * p.k * 4 <= kMostBytes && p.n >= 2 * kLeastOutputs * device.sm_count;
+bool is_dealt_out(const GemvProblem& p, int parts, const DeviceInfo& device) {
+  if (!p.static_weights || !fits(device.image_arch, 2, device.smem_per_sm)) return false;
+  const int64_t bytes = int64_t{p.n} * p.k * (p.swiglu ? 4 : 2);
+  if (parts > 1) return parts == 2 && p.m <= 4 && bytes >= kLeastPartsBytes;
+  return (p.swiglu ? bytes <= kMostSwigluBytes : bytes >= kLeastLinearBytes) &&
+         p.n >= 2 * kLeastOutputs * device.sm_count;
 }
 
 }  // namespace
@@ -39,18 +63,20 @@ GemvPlan plan_gemv(const GemvProblem& p, const DeviceInfo& device) {
   plan.source = p.swiglu  ? RowSource::kSwiglu
                 : aligned ? RowSource::kAligned
                           : RowSource::kUnaligned;
-  plan.resident = p.k <= kResidentK;
+  plan.programmatic = device.image_arch >= 90;
+  plan.parts = parts_of(p, plan.source, device);
+  const int k = (p.k + plan.parts - 1) / plan.parts;
+  plan.resident = k <= kResidentK;
   // Windows of one size: K = 5,120 is 3 + 2 chunks per warp; 4 + 1 would end in a narrow sweep.
-  const int chunks = (p.k + kWarps * kChunk - 1) / (kWarps * kChunk);
+  const int chunks = (k + kWarps * kChunk - 1) / (kWarps * kChunk);
   const int windows = (chunks + kWindow - 1) / kWindow;
   plan.window = (chunks + windows - 1) / windows;
-  plan.grid = std::min(device.sm_count, p.n);
+  plan.grid = plan.parts * std::min(device.sm_count / plan.parts, p.n);
   // The same number of CTAs for each class of rows.
   if (plan.source == RowSource::kUnaligned)
     plan.grid = plan.grid > kClasses ? plan.grid - plan.grid % kClasses : std::min(kClasses, p.n);
-  plan.smem_bytes = smem_bytes(device.image_arch);
-  plan.programmatic = device.image_arch >= 90;
-  if (plan.programmatic && is_dealt_out(p, device)) plan.grid = 2 * device.sm_count;
+  plan.smem_bytes = smem_bytes(device.image_arch) + (plan.parts > 1 ? kBarrierBytes : 0);
+  if (plan.programmatic && is_dealt_out(p, plan.parts, device)) plan.grid = 2 * device.sm_count;
   expect_smem(device, plan.smem_bytes);
   return plan;
 }

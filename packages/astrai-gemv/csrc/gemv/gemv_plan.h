@@ -22,7 +22,8 @@ struct GemvProblem {
 
 struct GemvPlan {
   RowSource source;
-  bool resident;      // all of x stays in registers
+  int parts;          // CTAs of a cluster, each with a part of K of the same rows
+  bool resident;      // all of a CTA's x stays in registers
   int window;         // chunks of x that a warp keeps in registers at a time
   int grid;           // CTAs
   int smem_bytes;     // per CTA

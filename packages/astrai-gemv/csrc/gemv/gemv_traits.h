@@ -37,8 +37,10 @@ constexpr int smem_bytes(int image_arch) {
   return kWarps * (stages_for(image_arch) * kSlotBytes + 4 * kBlockTiles * kTileFloats);
 }
 
+constexpr int kBarrierBytes = 16;  // counts what the CTAs of a cluster send to each other
+
 constexpr bool fits(int image_arch, int ctas, int smem_per_sm) {
-  return ctas * (smem_bytes(image_arch) + 1024) <= smem_per_sm;
+  return ctas * (smem_bytes(image_arch) + kBarrierBytes + 1024) <= smem_per_sm;
 }
 
 static_assert(fits(90, 2, 228 * 1024), "the next kernel must fit beside this one");

@@ -22,9 +22,10 @@ def bf16_gemv(
 ) -> Tensor:
     """``out[m, n] = sum_k x[m, k] * weight[n, k] + bias[n]`` for M in 1..8.
 
-    Products are accumulated in fp32 by ``mma.m16n8k16``, in an order that depends on shapes and
-    device only; the bias is added before the one rounding to bf16. The kernel runs on torch's
-    current stream and may be captured into a CUDA graph.
+    Products are accumulated in fp32 by ``mma.m16n8k16``, in an order that depends on N, K,
+    alignment and the device, not on M: a token's result is the same beside any others.
+    The bias is added before the one rounding to bf16. The kernel runs on torch's current stream
+    and may be captured into a CUDA graph.
 
     Args:
         x: ``[K]`` or ``[M, K]``, bf16, contiguous, any K >= 1.
