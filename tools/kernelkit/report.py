@@ -17,8 +17,10 @@ from kernelkit.results import Row, load, markdown
 # Ops of each family in the order of the page; the first provider is the base of comparison.
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
-        "attn_decode": ("cudnn", "flash", "astrai"),
-        "attn_paged_decode": ("flashinfer", "astrai", "astrai-capacity131072"),
+        "attn_decode": ("cudnn", "flash", "astrai", "astrai-serial"),
+        "attn_paged_decode": (
+            *("flashinfer", "astrai", "astrai-serial", "astrai-static", "astrai-capacity131072"),
+        ),
         "attn_prefill": ("flash", "cudnn", "astrai", "astrai-paged16"),
         "rotary_emb": ("torch", "astrai", "copy"),
         "host": ("torch", "astrai"),
@@ -39,7 +41,9 @@ Written by `python -m kernelkit.report docs/benchmarks` from the JSON beside it,
 of at least 32 calls over operands of more than 400 MB in all (cold L2), except `chain`, which is
 per decoder layer, `decode`, which is per step as the task's grader times it, `decode_steps`, which
 is per step of many back to back, and `host`, which is the host time of one eager call.
-`astrai-static` is `static_weights=True`; `copy` moves the same tensor and computes nothing.
+`astrai-static` is `static_weights=True` or `static_cache=True`; `astrai-serial` is without
+programmatic dependent launch; `astrai-capacity131072` is planned for that many tokens; `copy` moves
+the same tensor and computes nothing.
 """
 
 

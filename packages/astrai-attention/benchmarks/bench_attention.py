@@ -5,8 +5,10 @@ A figure is the time per node of a CUDA graph whose operands come from HBM; see 
 Providers: `astrai`, `torch` (unfused torch ops), and `copy` (torch's copy of the same tensor: what
 the memory system gives); `cudnn` and `flash` (of scaled_dot_product_attention, over contiguous
 tensors), and of decode over pages `flashinfer`, if it is installed: the faster of its two kernels.
-`astrai-paged16` is prefill over pages of 16 tokens, in any order; `astrai-capacity131072` is decode
-with a plan for sequences of up to that many tokens, as a graph that outlives its lengths has.
+`astrai-serial` is decode without programmatic dependent launch, `astrai-static` with
+static_cache=True; `astrai-paged16` is prefill over pages of 16 tokens, in any order;
+`astrai-capacity131072` is decode with a plan for sequences of up to that many tokens, as a graph
+that outlives its lengths has.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from astrai_attention import (
+    _attention,
     attn_decode,
     attn_paged_decode,
     attn_paged_prefill,
@@ -120,8 +123,23 @@ def sdpa_decode(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
 
-def paged_decode(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-    return attn_paged_decode(q, k, v, table, lengths, page_size=k.shape[1])
+def paged_decode(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, static: bool = False
+) -> Tensor:
+    return attn_paged_decode(q, k, v, table, lengths, page_size=k.shape[1], static_cache=static)
+
+
+def serial(decode: Decode) -> Decode:
+    """The same, launched once the kernel before it has ended."""
+
+    def call(*operands: Tensor) -> Tensor:
+        _attention.set_dependent_launches(False)
+        try:
+            return decode(*operands)
+        finally:
+            _attention.set_dependent_launches(True)
+
+    return call
 
 
 def flashinfer_decode(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,6 +212,7 @@ def bench_decode(env: Environment) -> Iterator[Row]:
         ref = reference.attention(q, k, v)[0][0, 0]
         contiguous: dict[str, Decode] = {
             "astrai": attn_decode,
+            "astrai-serial": serial(attn_decode),
             **{name: partial(sdpa_decode, backend) for name, backend in SDPA.items()},
         }
         for provider, decode in contiguous.items():
@@ -207,8 +226,11 @@ def bench_decode(env: Environment) -> Iterator[Row]:
             lengths = torch.full((batch,), kv_len, device="cuda", dtype=torch.int32)
             k, v = (x[table[0].long()].flatten(0, 1)[None] for x in paged[0][1:])
             ref = reference.attention(q, k, v)[0][0, 0]
+            decode = partial(paged_decode, table=table, lengths=lengths)
             over_pages: dict[str, list[Decode]] = {
-                "astrai": [partial(paged_decode, table=table, lengths=lengths)],
+                "astrai": [decode],
+                "astrai-serial": [serial(decode)] if page == PAGE_SIZE else [],
+                "astrai-static": [partial(decode, static=True)] if page == PAGE_SIZE else [],
                 "flashinfer": flashinfer_decodes(case, table),
             }
             if batch == 1 and page == PAGE_SIZE and kv_len < CAPACITY:

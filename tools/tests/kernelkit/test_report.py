@@ -34,7 +34,8 @@ def test_what_was_not_measured_has_no_section_and_no_mean(tmp_path: Path) -> Non
     rows = [ENV.row("attention", "attn_paged_decode", "B=1", "astrai", 8.0)]
     merge(results_path(tmp_path, ENV.gpu, "attention"), rows)
     page = report.render(tmp_path)
-    assert "### attn_paged_decode\n\n| case | flashinfer | astrai | astrai-capacity131072 |" in page
+    head = "| case | flashinfer | astrai | astrai-serial | astrai-static | astrai-capacity131072 |"
+    assert f"### attn_paged_decode\n\n{head}" in page
     assert "Geometric mean" not in page and "### rotary_emb" not in page
 
 
