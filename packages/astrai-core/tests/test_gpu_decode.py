@@ -169,13 +169,14 @@ def test_a_handle_that_is_dropped_while_it_runs(implementation: str) -> None:
 def test_teardown_waits_for_every_stream(implementation: str) -> None:
     model = model_of([9], changes=WIDE)
     handle = build(model, model.paged(), implementation)
-    # A kernel's first launch loads it, and waits for what runs.
-    decode_step(handle, model.tokens(), 8)
+    # A kernel's first launch loads it, and waits for what runs; so does a copy from the host.
+    ids = model.tokens()
+    decode_step(handle, ids, 8)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         delay(200)
-        decode_step(handle, model.tokens(), 9)
+        decode_step(handle, ids, 9)
     assert not side.query()
     teardown(handle)
     assert side.query()
