@@ -79,12 +79,6 @@ struct KvLoader {
     }
   }
 
-  // Whether all rows that the warp copies of a step are in one page.
-  __device__ __forceinline__ bool in_one_page() const {
-    if constexpr (kPaged) return 1 << kv.page_shift >= Shape::kCopyRows;
-    return true;
-  }
-
   __device__ __forceinline__ int look_up(int row) const {
     return row < kv_len ? __ldca(warp_place.pages + (row >> kv.page_shift)) : 0;
   }
@@ -111,11 +105,9 @@ struct KvLoader {
     const __nv_bfloat16* base = k;
     if constexpr (kPaged) base = warp_place.pool + threadIdx.x % Shape::kPieces * 8;
     const __nv_bfloat16* from = base;
-    const bool even = kPaged && in_one_page();
-    if (even) from += __shfl_sync(0xffffffffu, offset, lane_row % Shape::kCopyRows);
 #pragma unroll
     for (int row = 0; row < Shape::kCopyRows; row += kStep) {
-      if (kPaged && !even)
+      if constexpr (kPaged)
         from = base + __shfl_sync(0xffffffffu, offset, lane_row % Shape::kCopyRows + row);
       const bool valid = begin + lane_row + row < kv_len;
       const uint32_t to =
@@ -124,7 +116,7 @@ struct KvLoader {
       if constexpr (kV)
         cp_async_16_or_zero(to + Shape::kKvBytes, reinterpret_cast<const char*>(from) + to_v,
                             valid);
-      if (!kPaged || even) from += kStep * kv.token_stride;
+      if constexpr (!kPaged) from += kStep * kv.token_stride;
     }
   }
 };
