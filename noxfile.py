@@ -88,7 +88,8 @@ def wheel(
     """A package's wheel, built through its sdist unless neither sources nor compiler changed.
 
     `arch` goes to ASTRAI_CUDA_ARCH. By default it is what every machine tests: one architecture's
-    machine code, and PTX. `option` is one of CMake to turn on.
+    machine code, and PTX; "none" builds a wheel without kernels. `option` is one of CMake to turn
+    on.
     """
     if package not in FAMILIES:
         arch = ""
@@ -107,6 +108,8 @@ def wheel(
         # Without a compiler on this machine the build gets one from PyPI.
         env = {"ASTRAI_CUDA_ARCH": arch, "CUDACXX": nvcc or None}
         env["SKBUILD_CMAKE_DEFINE"] = option and f"{option}=ON"
+        if arch == "none":
+            env |= {"ASTRAI_CUDA_ARCH": None, "CSRC_KERNELS": "false"}
         session.run("python", "-m", "build", "--outdir", unfinished, folder, env=env)
         unfinished.rename(built)
     return next(built.glob("*.whl"))
@@ -242,7 +245,7 @@ def combos(session: nox.Session, combo: str) -> None:
     index = Path(session.create_tmp(), "index")
     shutil.rmtree(index, ignore_errors=True)
     index.mkdir()
-    arch = "89" if combo == "other_architecture" else None
+    arch = {"other_architecture": "89", "without_kernels": "none"}.get(combo)
     for package in ("core", *FAMILIES):
         shutil.copy(wheel(session, package, arch), index)
     lend_torch(session)
@@ -288,9 +291,7 @@ def gpu(session: nox.Session, package: str) -> None:
 
 def check_program(session: nox.Session, folder: Path, program: Path, option: str | None) -> None:
     """Compile a family's check program, which needs no Python, for the GPU at hand, and run it."""
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    if nvcc is None:
-        session.error(f"{program.name}: no nvcc on PATH and none in CUDACXX")
+    nvcc = cached_compiler(session)["CUDACXX"]
     csrc = folder / "csrc"
     kernels = [
         path
@@ -304,7 +305,8 @@ def check_program(session: nox.Session, folder: Path, program: Path, option: str
     define = [f"-D{option}"] if option else []
     session.run(
         nvcc, "-std=c++17", "-O3", "-arch=native", *define, *includes, program, *kernels,
-        "-o", binary, external=True,
+        # Where the compiler from PyPI has its runtime.
+        f"-L{Path(nvcc).parents[1] / 'lib'}", "-o", binary, external=True,
     )  # fmt: skip
     session.run(binary, external=True)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules about source text that no linter has: layers, length of files, package indexes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validates versions.json, and that every file which must repeat a number from it agrees."""
 
 from __future__ import annotations

@@ -36,14 +36,14 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 HEAD = """# Benchmarks
 
-Written by `python -m kernelkit.report docs/benchmarks` from the JSON beside it, which
-`nox -s bench` writes on the GPU. Microseconds, medians. Device time is per node of a CUDA graph
-of at least 32 calls over operands of more than 400 MB in all (cold L2), except `chain`, which is
-per decoder layer, `decode`, which is per step as the task's grader times it, `decode_steps`, which
-is per step of many back to back, and `host`, which is the host time of one eager call.
-`astrai-static` is `static_weights=True` or `static_cache=True`; `astrai-serial` is without
-programmatic dependent launch; `astrai-capacity131072` is planned for that many tokens; `copy` moves
-the same tensor and computes nothing.
+Written by `python -m kernelkit.report docs/benchmarks` from the JSON beside it, which `nox -s
+bench` writes on the GPU. Microseconds, medians. Device time is per node of a CUDA graph of at
+least 32 calls over operands of more than 400 MB in all, or 512 sets of them after a flush (cold
+L2), except `chain`, which is per decoder layer, `decode`, which is per step as the task's grader
+times it, `decode_steps`, which is per step of many back to back, and `host`, which is the host
+time of one eager call. `astrai-static` is `static_weights=True` or `static_cache=True`;
+`astrai-serial` is without programmatic dependent launch; `astrai-capacity131072` is planned for
+that many tokens; `copy` moves the same tensor and computes nothing.
 """
 
 

@@ -229,7 +229,7 @@ def bench_decode(env: Environment) -> Iterator[Row]:
             decode = partial(paged_decode, table=table, lengths=lengths)
             over_pages: dict[str, list[Decode]] = {
                 "astrai": [decode],
-                "astrai-serial": [serial(decode)] if page == PAGE_SIZE else [],
+                "astrai-serial": [serial(decode)],
                 "astrai-static": [partial(decode, static=True)] if page == PAGE_SIZE else [],
                 "flashinfer": flashinfer_decodes(case, table),
             }

@@ -127,6 +127,20 @@ def test_a_graph_serves_any_lengths(append: bool, capacity: int) -> None:
             assert same_bits(pool, filled)
 
 
+def test_a_graph_for_long_sequences_serves_short_ones() -> None:
+    """Captured for 131,072 tokens."""
+    cache = paged([16_384, 512], page_size=16, capacity=131_072)
+    q, lengths = randn(2, 1, 8, 64), torch.ones_like(cache.seq_lens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = attn_paged_decode(q, **cache.arguments | {"seq_lens": lengths}, return_lse=True)
+    for now in ([16_384, 512], [512, 16], [1, 0], [2000, 511]):
+        lengths.copy_(torch.tensor(now))
+        graph.replay()
+        keep = torch.arange(16_384, device="cuda") < lengths[:, None]
+        check_values(result, q, cache.k, cache.v, keep)
+
+
 def _pools_of(cache: Paged) -> dict[str, Tensor]:
     """Copies: an eager call appends too."""
     return {"k_pool": cache.k_pool.clone(), "v_pool": cache.v_pool.clone()}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 CUDA: str | None
 SASS: tuple[str, ...]
 PTX: tuple[str, ...]
