@@ -76,6 +76,7 @@ def test_of_very_many_splits_a_second_kernel_adds_the_sums(
 ) -> None:
     found = plan(max_length=1 << 20, kv_heads=kv_heads, q_heads=kv_heads)
     assert (found["splits"], found["merges_inside"]) == (splits, merges_inside)
+    assert found["merge_grid"] == kv_heads and plan(max_length=16)["merge_grid"] == 0
     assert not plan(max_length=16)["merges_inside"]
 
 

@@ -28,9 +28,8 @@ void launch_instance(const DecodeParams<Kv>& params, const DecodePlan& plan, int
   shape.programmatic = plan.programmatic;
   launch(kernel, shape, stream, "attn_decode", params);
   if (plan.splits == 1 || params.arrivals != nullptr) return;
-  shape.grid = dim3(static_cast<unsigned>(plan.grid / plan.splits / plan.head_groups) *
-                    static_cast<unsigned>(params.group));
-  shape.block = dim3(kMergeThreads<kHeadDim>);
+  shape.grid = dim3(static_cast<unsigned>(plan.merge_grid));
+  shape.block = dim3(decode_merge_threads(kHeadDim));
   shape.smem_bytes = 0;
   launch(merge_kernel<kHeadDim, Kv>, shape, stream, "attn_decode", params);
 }

@@ -59,9 +59,8 @@ constexpr int kDecodeArch = __CUDA_ARCH__ / 10;
 constexpr int kDecodeArch = 80;
 #endif
 
-// At least 4 for each quad of outputs: of up to 32 splits each then adds one block.
 template <int kHeadDim>
-constexpr int kMergeThreads = kHeadDim < 128 ? 128 : kHeadDim;
+constexpr int kMergeThreads = decode_merge_threads(kHeadDim);
 
 // Fills a warp's ring with the tiles `first`, `first` + `step`, ...
 template <int kHeadDim, class Kv>

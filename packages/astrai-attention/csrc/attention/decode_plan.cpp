@@ -61,6 +61,7 @@ DecodePlan plan_decode(const DecodeProblem& p, const DeviceInfo& device) {
     plan.splits = static_cast<int>(std::max<int64_t>(most, 1));
   plan.merges_inside = plan.splits > 1 && plan.splits <= kMergedInside && units <= kArrivals;
   plan.grid = units * plan.parts * plan.splits;
+  if (plan.splits > 1) plan.merge_grid = p.batch * p.q_heads;
   // Sums, then for each head its maximum and its sum of exponentials.
   if (plan.splits > 1) plan.workspace_bytes = plan.grid * kDecodeHeads * (p.head_dim + 2) * 4;
   if (plan.grid > std::numeric_limits<int32_t>::max())

@@ -20,6 +20,10 @@ constexpr int kDecodeMaxParts = 8;
 constexpr int kMergedInside = 32;
 constexpr int kBlockSplits = 8;  // that a thread reads at a time
 
+// Threads of a CTA of the second kernel, which has one for each query head of each sequence: at least 4 for each
+// quad of outputs, so that of up to 32 splits each adds one block, as the CTA that comes last does.
+constexpr int decode_merge_threads(int head_dim) { return head_dim < 128 ? 128 : head_dim; }
+
 // Tokens of a step of a warp, in blocks of 16, the M operand of the MMA. A step's softmax costs the same
 // for both, which short rows feel.
 constexpr int decode_tile(int head_dim) { return head_dim <= 64 ? 32 : 16; }
@@ -95,13 +99,13 @@ struct DecodeProblem {
 };
 
 struct DecodePlan {
-  int head_groups;  // CTAs that share a KV head, each with up to kDecodeHeads query heads
-  int parts;        // CTAs of a cluster, among which the tokens of a sequence are split
-  int splits;       // CTAs among which they are split; 1 with parts > 1
-  bool
-      merges_inside;  // the last of them merges if counters are left (arrivals.h); else a second kernel
-  int warps;          // of a CTA
-  int64_t grid;       // batch * kv_heads * head_groups * parts * splits
+  int head_groups;          // CTAs that share a KV head, each with up to kDecodeHeads query heads
+  int parts;                // CTAs of a cluster, among which the tokens of a sequence are split
+  int splits;               // CTAs among which they are split; 1 with parts > 1
+  bool merges_inside;       // the last of them merges, if counters are left (arrivals.h)
+  int64_t merge_grid;       // of the second kernel; 0 without splits
+  int warps;                // of a CTA
+  int64_t grid;             // batch * kv_heads * head_groups * parts * splits
   int64_t workspace_bytes;  // 0 without splits
   int smem_bytes;
   bool programmatic;  // launch with programmatic dependent launch

@@ -257,6 +257,7 @@ py::dict plan_decode(int64_t batch, int64_t q_heads, int64_t kv_heads, int64_t h
   result["grid"] = plan.grid;
   result["splits"] = plan.splits;
   result["merges_inside"] = plan.merges_inside;
+  result["merge_grid"] = plan.merge_grid;
   result["workspace_bytes"] = plan.workspace_bytes;
   result["warps"] = plan.warps;
   result["smem_bytes"] = plan.smem_bytes;
