@@ -220,6 +220,17 @@ def dist(session: nox.Session, package: str) -> None:
     inspect_distributions(session, sorted(wheel(session, package).parent.iterdir()))
 
 
+@nox.session
+@nox.parametrize("family", [nox.param(f, id=f) for f in FAMILIES])
+def machine_code(session: nox.Session, family: str) -> None:
+    """Compile a family for GPUs that no machine here has, and look at the code."""
+    install(session, *pins("nvidia-cuda-cuobjdump"))
+    nvcc = cached_compiler(session)["CUDACXX"]
+    tools = site_packages(session) / "nvidia" / "cu13" / "bin"
+    env = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    session.run("python", "ci/check_machine_code.py", nvcc, folder_of(family), "80", "89", env=env)
+
+
 @nox.session(requires=["torch"])
 @nox.parametrize("family", [nox.param(f, id=f) for f in FAMILIES])
 def sdist(session: nox.Session, family: str) -> None:

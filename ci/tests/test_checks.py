@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The repository's own checks reject what they are there to reject."""
 
+import check_machine_code
 import check_sources
 import check_versions
 import pytest
@@ -147,3 +148,59 @@ def test_a_package_agrees_with_the_repository(repository, old, new, error):
     }
     errors = check_versions.package_errors(versions, repository)
     assert not errors if error is None else error in errors[0]
+
+
+REPORT = """ptxas info    : Compiling entry function '_ZN6astrai11gemv_kernelEv' for 'sm_80'
+ptxas info    : Function properties for _ZN6astrai11gemv_kernelEv
+    24 bytes stack frame, 28 bytes spill stores, 48 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers
+ptxas info    : Compiling entry function '_ZN6astrai4normEv' for 'sm_80'
+ptxas info    : Function properties for _ZN6astrai4normEv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers
+"""
+CODE = """
+\t\tFunction : _ZN6astrai11gemv_kernelEv
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R1], [R2.64] ;
+        /*0010*/              @!P0 HMMA.16816.F32.BF16 R4, R8, R2, RZ ;
+\t\tFunction : _ZN6astrai4normEv
+        /*0000*/                   EXIT ;
+"""
+CLEAN = REPORT.replace("28 bytes", "0 bytes").replace("48 bytes", "0 bytes")
+TRAP = "Function : _ZN6astrai11gemv_kernelEv\n /*0000*/ BPT.TRAP 0x1 ;\n /*0010*/ EXIT ;\n"
+
+
+def test_machine_code_is_read():
+    gemv, norm = check_machine_code.kernels(REPORT)
+    assert (gemv.spilled, gemv.registers) == (76, 128)
+    assert (norm.spilled, norm.registers) == (0, 40)
+    code = check_machine_code.instructions(CODE)
+    assert code == {
+        gemv.name: {"LDGSTS.E.BYPASS.128", "HMMA.16816.F32.BF16"},
+        norm.name: {"EXIT"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "errors"),
+    [
+        (REPORT, CODE, ["gemv_kernelEv: 76 bytes of registers spilled"]),
+        (CLEAN, CODE, []),
+        (
+            CLEAN,
+            CODE.replace("HMMA", "FFMA"),
+            ["gemv_kernelEv: no HMMA.16816.F32.BF16"],
+        ),
+        (CLEAN, TRAP, []),
+        (
+            CLEAN,
+            "",
+            ["gemv_kernelEv: no HMMA.16816.F32.BF16", "gemv_kernelEv: no LDGSTS"],
+        ),
+    ],
+)
+def test_machine_code_is_judged(report, code, errors):
+    found = check_machine_code.errors(
+        list(check_machine_code.kernels(report)), check_machine_code.instructions(code)
+    )
+    assert [error.removeprefix("_ZN6astrai11") for error in found] == errors

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at the machine code of a family for GPUs that no machine here has.
+
+``check_machine_code.py NVCC FAMILY ARCH...`` compiles each kernel for each architecture, with the
+compiler's own report, and disassembles it (cuobjdump, on PATH). The status is 1 if a kernel spills
+registers, or if one of matrix products has no tensor-core instruction or no asynchronous copy.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Kernels of matrix products, and what their code must have.
+PRODUCTS = re.compile(r"\d(?:gemv|decode|prefill)_kernel")
+EXPECTED = ("HMMA.16816.F32.BF16", "LDGSTS")
+
+REPORT = re.compile(
+    r"Compiling entry function '(?P<kernel>\w+)'.*?(?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the compiler said of a kernel."""
+
+    name: str
+    spilled: int  # bytes
+    registers: int
+
+
+def kernels(report: str) -> Iterator[Kernel]:
+    """Of what ``nvcc -Xptxas -v`` printed."""
+    for found in REPORT.finditer(report):
+        spilled = int(found["stores"]) + int(found["loads"])
+        yield Kernel(found["kernel"], spilled, int(found["registers"]))
+
+
+def instructions(disassembly: str) -> dict[str, set[str]]:
+    """The opcodes of each function of what ``cuobjdump -sass`` printed."""
+    found: dict[str, set[str]] = {}
+    for part in disassembly.split("Function : ")[1:]:
+        name, _, code = part.partition("\n")
+        opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code)
+        found[name.strip()] = set(opcodes)
+    return found
+
+
+def errors(reported: list[Kernel], code: dict[str, set[str]]) -> list[str]:
+    """What is wrong with the kernels of one file."""
+    found = [f"{k.name}: {k.spilled} bytes of registers spilled" for k in reported if k.spilled]
+    for kernel in reported:
+        opcodes = code.get(kernel.name, set())
+        # No plan launches it on this architecture: it only traps.
+        if not PRODUCTS.search(kernel.name) or ("BPT.TRAP" in opcodes and len(opcodes) < 8):
+            continue
+        found += [
+            f"{kernel.name}: no {opcode}"
+            for opcode in EXPECTED
+            if not any(name.startswith(opcode) for name in opcodes)
+        ]
+    return found
+
+
+def main() -> int:
+    """Compiles and judges; prints a line for each file."""
+    nvcc, family, archs = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    csrc, failed = family / "csrc", []
+    sources = sorted(path for path in csrc.rglob("*.cu") if path.parent.name != "tests")
+    for arch in archs:
+        for source in sources:
+            with tempfile.TemporaryDirectory() as folder:
+                cubin = Path(folder, "a.cubin")
+                includes = [f"-I{csrc}", f"-I{family / 'shared_csrc' / 'include'}"]
+                command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{arch}", "-Xptxas", "-v"]
+                done = subprocess.run(
+                    [*command, *includes, "-cubin", "-o", cubin, source],
+                    check=True, capture_output=True, text=True,
+                )  # fmt: skip
+                disassembled = subprocess.run(
+                    ["cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True
+                )
+            found = list(kernels(done.stderr + done.stdout))
+            most = max((kernel.registers for kernel in found), default=0)
+            name = source.relative_to(csrc)
+            print(f"sm_{arch} {name}: {len(found)} kernels, up to {most} registers", flush=True)
+            code = instructions(disassembled.stdout)
+            failed += [f"sm_{arch} {name}: {error}" for error in errors(found, code)]
+    print(*failed, sep="\n", end="\n" if failed else "")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
