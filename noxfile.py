@@ -224,7 +224,7 @@ def dist(session: nox.Session, package: str) -> None:
 @nox.parametrize("family", [nox.param(f, id=f) for f in FAMILIES])
 def machine_code(session: nox.Session, family: str) -> None:
     """Compile a family for GPUs that no machine here has, and look at the code."""
-    install(session, *pins("nvidia-cuda-cuobjdump"))
+    install(session, *pins("nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm"))
     nvcc = cached_compiler(session)["CUDACXX"]
     tools = site_packages(session) / "nvidia" / "cu13" / "bin"
     env = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}

@@ -2,8 +2,9 @@
 """Looks at the machine code of a family for GPUs that no machine here has.
 
 ``check_machine_code.py NVCC FAMILY ARCH...`` compiles each kernel for each architecture, with the
-compiler's own report, and disassembles it (cuobjdump, on PATH). The status is 1 if a kernel spills
-registers, or if one of matrix products has no tensor-core instruction or no asynchronous copy.
+compiler's own report, and disassembles it (cuobjdump and nvdisasm, on PATH). The status is 1 if a
+kernel spills registers, or if one of matrix products has no tensor-core instruction or no
+asynchronous copy.
 """
 
 from __future__ import annotations
