@@ -309,10 +309,12 @@ def check_program(session: nox.Session, folder: Path, program: Path, option: str
         for path in c_sources()
         if csrc in path.parents
         and path.suffix in {".cu", ".cpp"}
-        and path.parent.name not in {"bindings", "tests"}
+        and not {"bindings", "tests"} & {path.parent.name, path.stem}
     ]
     binary = Path(session.create_tmp()) / program.stem
-    includes = [f"-I{path}" for path in (csrc, folder / "shared_csrc" / "include", program.parent)]
+    shared = folder / "shared_csrc"
+    searched = (csrc, shared / "include", shared / "tests", program.parent)
+    includes = [f"-I{path}" for path in searched]
     define = [f"-D{option}"] if option else []
     session.run(
         nvcc, "-std=c++17", "-O3", "-arch=native", *define, *includes, program, *kernels,

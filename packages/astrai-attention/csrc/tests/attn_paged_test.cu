@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over paged K and V without Python: errors against float64, then times. From csrc:
-//   nvcc -std=c++17 -O3 -arch=native -I. -I../shared_csrc/include -Itests tests/attn_paged_test.cu \
-//     family.cu attention/{decode,prefill}.cu attention/{decode,prefill}_plan.cpp \
-//     attention/schedule.cpp -o /tmp/attn_paged_test && /tmp/attn_paged_test
+//   nvcc -std=c++17 -O3 -arch=native -I. -I../shared_csrc/include -I../shared_csrc/tests -Itests \
+//     tests/attn_paged_test.cu family.cu attention/*.cu attention/*.cpp -o /tmp/attn_paged_test &&
+//     /tmp/attn_paged_test
 // With -DASTRAI_NO_MMA: the scalar bodies.
 #include "attention/schedule.h"
 #include "decode_check.cuh"

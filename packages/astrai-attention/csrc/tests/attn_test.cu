@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over contiguous K and V without Python: errors against float64, then times. From csrc:
-//   nvcc -std=c++17 -O3 -arch=native -I. -I../shared_csrc/include -Itests tests/attn_test.cu family.cu \
-//     attention/{decode,prefill}.cu attention/{decode,prefill}_plan.cpp -o /tmp/attn_test &&
-//     /tmp/attn_test
+//   nvcc -std=c++17 -O3 -arch=native -I. -I../shared_csrc/include -I../shared_csrc/tests -Itests \
+//     tests/attn_test.cu family.cu attention/*.cu attention/*.cpp -o /tmp/attn_test && /tmp/attn_test
 // With -DASTRAI_NO_MMA: the scalar bodies.
+#include <tuple>
+
 #include "decode_check.cuh"
 #include "prefill_check.cuh"
 

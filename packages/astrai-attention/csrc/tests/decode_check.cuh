@@ -2,8 +2,8 @@
 // Launches decode attention without Python.
 #pragma once
 
+#include "attend.cuh"
 #include "attention/decode_params.h"
-#include "check.cuh"
 #include "family.h"
 
 namespace check {

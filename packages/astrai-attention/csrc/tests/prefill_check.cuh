@@ -2,8 +2,8 @@
 // Launches prefill attention without Python.
 #pragma once
 
+#include "attend.cuh"
 #include "attention/prefill_params.h"
-#include "check.cuh"
 #include "family.h"
 
 namespace check {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the standalone check programs share: random operands, attention in float64, a table of errors.
+// What the standalone check programs of the families share: operands on host and device, a table of errors.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <functional>
 #include <limits>
-#include <tuple>
 #include <vector>
 
 namespace check {
@@ -65,8 +64,8 @@ struct Buffer {
   T* device = nullptr;
 };
 
-inline void fill(Buffer<Bf16>& buffer, Random& random) {
-  for (Bf16& value : buffer.host) value = __float2bfloat16(random.next());
+inline void fill(Buffer<Bf16>& buffer, Random& random, float scale = 1.0f) {
+  for (Bf16& value : buffer.host) value = __float2bfloat16(random.next() * scale);
   buffer.up();
 }
 
@@ -77,44 +76,16 @@ inline void poison(Buffer<Bf16>& buffer) {
   buffer.up();
 }
 
-// Row of a token: `head_dim` values.
-using Rows = std::function<const Bf16*(int token)>;
-
-// One query head's output for one query, over the tokens below `length` that `keep` admits.
-inline std::vector<double> attend(const Bf16* q, const Rows& k, const Rows& v, int length,
-                                  int head_dim, const std::function<bool(int)>& keep) {
-  std::vector<double> scores(static_cast<size_t>(length));
-  double most = -std::numeric_limits<double>::infinity();
-  for (int token = 0; token < length; ++token) {
-    double score = 0.0;
-    for (int d = 0; d < head_dim; ++d)
-      score += double{__bfloat162float(q[d])} * double{__bfloat162float(k(token)[d])};
-    scores[token] = keep(token) ? score / std::sqrt(double(head_dim))
-                                : -std::numeric_limits<double>::infinity();
-    most = std::max(most, scores[token]);
-  }
-  std::vector<double> out(static_cast<size_t>(head_dim), 0.0);
-  if (std::isinf(most)) return out;
-  double sum = 0.0;
-  for (int token = 0; token < length; ++token) {
-    const double weight = std::exp(scores[token] - most);
-    if (weight == 0.0) continue;
-    sum += weight;
-    for (int d = 0; d < head_dim; ++d) out[d] += weight * double{__bfloat162float(v(token)[d])};
-  }
-  for (double& value : out) value /= sum;
-  return out;
-}
-
-// Collects errors of a case; prints its line and remembers failure. Probabilities and outputs are rounded
-// to bf16: errors stay below 2^-7 of outputs that are averages of values below 4.
+// Collects errors of a case, relative ones of results above 1; prints its line and remembers failure. Results
+// and what they are made of are rounded to bf16: errors stay below a few times 2^-8.
 class Table {
  public:
   static constexpr double kAllowed = 2.0e-2;
 
   void add(const char* name, const std::vector<double>& want, const Bf16* got) {
     for (size_t i = 0; i < want.size(); ++i) {
-      const double error = std::abs(want[i] - double{__bfloat162float(got[i])});
+      const double difference = std::abs(want[i] - double{__bfloat162float(got[i])});
+      const double error = difference / std::max(1.0, std::abs(want[i]));
       if (!(error <= worst_)) worst_ = std::isnan(error) ? 1e9 : std::max(worst_, error);
     }
     name_ = name;
