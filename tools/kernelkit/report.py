@@ -21,7 +21,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
         "attn_paged_decode": (
             *("flashinfer", "astrai", "astrai-serial", "astrai-static", "astrai-capacity131072"),
         ),
-        "attn_prefill": ("flash", "cudnn", "astrai", "astrai-paged16"),
+        "attn_prefill": ("flash", "cudnn", "flashinfer", "astrai", "astrai-paged16"),
         "rotary_emb": ("torch", "astrai", "copy"),
         "host": ("torch", "astrai"),
     },

@@ -4,7 +4,7 @@
 A figure is the time per node of a CUDA graph whose operands come from HBM; see kernelkit.timing.
 Providers: `astrai`, `torch` (unfused torch ops), and `copy` (torch's copy of the same tensor: what
 the memory system gives); `cudnn` and `flash` (of scaled_dot_product_attention, over contiguous
-tensors), and of decode over pages `flashinfer`, if it is installed: the faster of its two kernels.
+tensors), and over pages `flashinfer`, if it is installed: of decode the faster of its two kernels.
 `astrai-serial` is decode without programmatic dependent launch, `astrai-static` with
 static_cache=True; `astrai-paged16` is prefill over pages of 16 tokens, in any order;
 `astrai-capacity131072` is decode with a plan for sequences of up to that many tokens, as a graph
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import flashinfer_peer
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -142,39 +143,6 @@ def serial(decode: Decode) -> Decode:
     return call
 
 
-def flashinfer_decode(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return run(q[:, 0], (k, v))[:, None]
-
-
-def flashinfer_decodes(case: DecodeCase, table: Tensor) -> list[Decode]:
-    """Its kernels, planned for the case; none where it is not installed."""
-    try:
-        import flashinfer
-    except ImportError:
-        return []
-    decodes: list[Decode] = []
-    for tensor_cores in (False, True):
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            torch.zeros(256 << 20, device="cuda", dtype=torch.uint8),
-            "NHD",
-            use_tensor_cores=tensor_cores,
-        )
-        pages = table.shape[1]
-        wrapper.plan(
-            torch.arange(case.batch + 1, device="cuda", dtype=torch.int32) * pages,
-            table.flatten(),
-            torch.full((case.batch,), case.page, device="cuda", dtype=torch.int32),
-            case.q_heads,
-            case.kv_heads,
-            case.head_dim,
-            case.page,
-            q_data_type=BF16,
-            kv_data_type=BF16,
-        )
-        decodes.append(partial(flashinfer_decode, wrapper.run))
-    return decodes
-
-
 def decode_row(
     env: Environment,
     case: DecodeCase,
@@ -231,7 +199,7 @@ def bench_decode(env: Environment) -> Iterator[Row]:
                 "astrai": [decode],
                 "astrai-serial": [serial(decode)],
                 "astrai-static": [partial(decode, static=True)] if page == PAGE_SIZE else [],
-                "flashinfer": flashinfer_decodes(case, table),
+                "flashinfer": flashinfer_peer.decodes(case, table),
             }
             if batch == 1 and page == PAGE_SIZE and kv_len < CAPACITY:
                 # Ids past a sequence's pages are never read.
@@ -260,15 +228,22 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend) -> 
         ).transpose(1, 2)
 
 
-def paged_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-    """The same problem over pools whose pages lie in any order."""
-    batch, seq = q.shape[:2]
+def in_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tokens in pools whose pages lie in any order, and the ids ``[batch, pages]``."""
+    batch, seq = k.shape[:2]
     table = torch.randperm(batch * seq // PAGE_SIZE, device="cuda")
     pools = []
     for x in (k, v):
         pages = x.view(-1, PAGE_SIZE, *x.shape[2:])
         pools.append(torch.empty_like(pages))
         pools[-1][table] = pages
+    return pools[0], pools[1], table.int().view(batch, -1)
+
+
+def paged_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    """The same problem over pages."""
+    batch, seq = q.shape[:2]
+    *pools, table = in_pages(k, v)
     indptr, *maps = (
         torch.tensor(x, dtype=torch.int32, device="cuda") for x in q_tile_schedule([seq] * batch)
     )
@@ -276,7 +251,7 @@ def paged_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         attn_paged_prefill,
         q.flatten(0, 1),
         *pools,
-        table.int().view(batch, -1),
+        table,
         indptr,
         indptr,
         *maps,
@@ -284,6 +259,11 @@ def paged_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
         is_causal=causal,
     )
     return lambda: run().view_as(q)
+
+
+def flashinfer_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    k_pool, v_pool, table = in_pages(k, v)
+    return flashinfer_peer.prefill(q, k_pool, v_pool, table, causal)
 
 
 def prefill_error(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], causal: bool) -> float:
@@ -297,7 +277,10 @@ def prefill_error(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], causal: 
 def prefill_providers(case: PrefillCase) -> dict[str, Callable[..., Call]]:
     """From q, k and v to the call that is measured."""
     causal = case.causal
-    return {
+    peers: dict[str, Callable[..., Call]] = {}
+    if flashinfer_peer.is_installed():
+        peers["flashinfer"] = lambda q, k, v: flashinfer_call(q, k, v, causal)
+    return peers | {
         "astrai": lambda q, k, v: partial(attn_prefill, q, k, v, is_causal=causal),
         "astrai-paged16": lambda q, k, v: paged_call(q, k, v, causal),
         "flash": lambda q, k, v: partial(sdpa, q, k, v, causal, SDPBackend.FLASH_ATTENTION),
