@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from astrai_attention import Q_TILE_ROWS, _attention, q_tile_schedule
+from astrai_attention import Q_TILE_ROWS, _attention, _family, q_tile_schedule
 
 KB = 1024
 H200 = _attention.DeviceInfo(
@@ -60,6 +60,7 @@ def test_heads_of_a_kv_head_share_a_cta(q_heads: int, kv_heads: int, heads: int)
 
 def test_the_tiles_of_the_maps() -> None:
     assert plan()["q_tile_rows"] == Q_TILE_ROWS
+    assert _family.Q_TILE_ROWS == Q_TILE_ROWS
     parts = {
         (128, 8): (32, 2, 1),
         (128, 16): (64, 1, 1),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 calls: list[str] = []
+tile_rows = 64
 
 
 def rows(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -87,9 +88,9 @@ def attn_paged_prefill(
         first, end = qo_indptr[b : b + 2].tolist()
         kv_len = int(kv_indptr[b + 1] - kv_indptr[b])
         k, v = (of_pages(pool, page_table[b], kv_len) for pool in (k_pool, v_pool))
-        tile_rows = slice(64 * tile, min(64 * (tile + 1), end - first))
-        keep = triangle(end - first, kv_len, is_causal)[tile_rows]
-        out[first:end][tile_rows] = rows(q[first:end][tile_rows], k, v, keep)
+        part = slice(tile_rows * tile, min(tile_rows * (tile + 1), end - first))
+        keep = triangle(end - first, kv_len, is_causal)[part]
+        out[first:end][part] = rows(q[first:end][part], k, v, keep)
     return out
 
 

@@ -185,7 +185,7 @@ def install_attention(site: Site, **manifest: Any) -> Any:
         "attn_paged_prefill",
         "rotary_emb",
     )
-    options = {"OPS": dict.fromkeys(ops, ("bfloat16",)), **manifest}
+    options = {"OPS": dict.fromkeys(ops, ("bfloat16",)), "Q_TILE_ROWS": 64, **manifest}
     package = site.add("attention", native={"_native.py": source}, **options)
     return site.native_of(package)
 

@@ -170,6 +170,8 @@ def test_a_manifest_with_a_wrong_or_missing_attribute(site: Site, name: str, spo
         ("SASS", ("80", "sm_90"), "got 'sm_90'"),
         ("PTX", (80,), "PTX: "),
         ("PTX", "80", "expected tuple, got '80'"),
+        ("Q_TILE_ROWS", "64", "expected int, got '64'"),
+        ("Q_TILE_ROWS", 0, "expected at least 1, got 0"),
     ],
 )
 def test_a_manifest_with_a_wrong_value(site: Site, name: str, value: object, text: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from astrai_core import OutOfPagesError, PagedKVCache
 from astrai_core.attn import Step, q_tile_schedule
+from conftest import Site, install_attention
 
 LAYERS, HEADS, DIM = 2, 2, 4
 PAGES = 10
@@ -171,7 +172,8 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_the_tables_of_a_step() -> None:
+def test_the_tables_of_a_step(site: Site) -> None:
+    install_attention(site)
     cache = make(64, 4)
     a, b, c = (cache.new_sequence() for _ in range(3))
     cache.begin_step([b], 6)
@@ -180,7 +182,7 @@ def test_the_tables_of_a_step() -> None:
     assert (step.total_q, step.max_q_len, step.max_kv_len) == (74, 70, 70)
     for row, seq, used in zip(step.page_table.tolist(), (a, b, c), (18, 2, 1), strict=True):
         assert row == [*cache.pages(seq)[:used], *[0] * (18 - used)]
-    indptr, to_batch, to_index = q_tile_schedule([70, 1, 3])
+    indptr, to_batch, to_index = q_tile_schedule([70, 1, 3], 64)
     for tensor, expected in (
         (step.seq_lens, [70, 7, 3]),
         (step.qo_indptr, indptr),

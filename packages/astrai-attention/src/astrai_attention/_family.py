@@ -8,7 +8,7 @@ try:
 except ModuleNotFoundError:  # a wheel built with CSRC_KERNELS=false
     CUDA, SASS, PTX = None, (), ()
 
-__all__ = ["CONTRACT", "CUDA", "NAME", "NATIVE", "OPS", "PACKAGE", "PTX", "SASS"]
+__all__ = ["CONTRACT", "CUDA", "NAME", "NATIVE", "OPS", "PACKAGE", "PTX", "Q_TILE_ROWS", "SASS"]
 
 NAME = "attention"
 CONTRACT = 1
@@ -21,3 +21,5 @@ OPS: dict[str, tuple[str, ...]] = {
     "attn_prefill": ("bfloat16",),
     "rotary_emb": ("bfloat16",),
 }
+Q_TILE_ROWS = 64
+"""Query rows of a tile of `attn_paged_prefill`'s maps."""

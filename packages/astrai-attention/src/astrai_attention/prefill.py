@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._family import Q_TILE_ROWS
 from ._native import native
 
 __all__ = ["Q_TILE_ROWS", "attn_paged_prefill", "attn_prefill", "q_tile_schedule"]
-
-Q_TILE_ROWS = 64
-"""Query rows of a tile of `attn_paged_prefill`'s maps."""
 
 
 @overload

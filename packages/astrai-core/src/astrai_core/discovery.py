@@ -46,6 +46,8 @@ class Family:
         sass: architectures of its machine code.
         ptx: architectures of its PTX.
         ops: dtype names of each op.
+        q_tile_rows: query rows of a tile of ``attn_paged_prefill``'s maps; None where the manifest
+            does not say.
         reason: why it cannot be used on any device; None as far as is known.
     """
 
@@ -59,6 +61,7 @@ class Family:
     sass: tuple[str, ...] = ()
     ptx: tuple[str, ...] = ()
     ops: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    q_tile_rows: int | None = None
     reason: Reason | None = None
     _resolved: dict[str, Callable[..., Any]] = field(default_factory=dict, repr=False)
     _on_device: dict[int, Reason | None] = field(default_factory=dict, repr=False)
@@ -294,6 +297,10 @@ def _fill(result: Family, manifest: ModuleType) -> None:
     result.sass = _arches("SASS", field_of("SASS", tuple))
     result.ptx = _arches("PTX", field_of("PTX", tuple))
     result.ops = _ops(field_of("OPS", dict))
+    if hasattr(manifest, "Q_TILE_ROWS"):
+        result.q_tile_rows = field_of("Q_TILE_ROWS", int)
+        if result.q_tile_rows < 1:
+            raise _BadManifestError(f"Q_TILE_ROWS: expected at least 1, got {result.q_tile_rows}")
     if result.cuda is None or not result.sass + result.ptx:
         result.reason = Reason(
             ReasonKind.NO_KERNELS,

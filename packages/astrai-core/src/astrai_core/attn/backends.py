@@ -17,13 +17,12 @@ from astrai_core import device, discovery
 from astrai_core.policy import OpSpec, kernel_for, observer
 
 from . import _sdpa
-from .step import Step
+from .step import FAMILY, Step
 
 __all__ = ["AttentionBackend", "CudaBackend", "FlashAttnBackend", "Forward", "TorchNativeBackend"]
 
 Forward = Literal["decode", "prefill"]
 
-FAMILY = "attention"
 HEAD_DIMS = (32, 64, 128, 256)
 """Head sizes that the family's attention kernels are made for."""
 
@@ -275,7 +274,13 @@ def _op(step: Step | None, fwd: Forward | None) -> str:
 
 def kernel(op: str, gpu: int) -> tuple[Callable[..., Any] | None, str | None]:
     """An op of the attention family for a device, or why there is none."""
-    return kernel_for(OpSpec("attention", FAMILY, op, "ASTR_BACKEND"), gpu)
+    run, why = kernel_for(OpSpec("attention", FAMILY, op, "ASTR_BACKEND"), gpu)
+    if op == "attn_paged_prefill" and why is None:
+        family = discovery.find(FAMILY)
+        if family.q_tile_rows is None:
+            what = f"{family.distribution} {family.version} names no Q_TILE_ROWS in its manifest"
+            return None, f"{what}; pip install -U {family.distribution}"
+    return run, why
 
 
 def _obstacle_in(operands: tuple[Tensor, ...]) -> str | None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from astrai_core import recording
 from astrai_core.policy import observer
 
-from .backends import FAMILY, kernel
+from .backends import kernel
+from .step import FAMILY
 
 __all__ = ["apply_rotary_emb"]
 

@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["TILE_ROWS", "q_tile_schedule"]
-
-TILE_ROWS = 64
-"""Query rows of a tile, as the paged prefill kernel takes them."""
+__all__ = ["q_tile_schedule"]
 
 
 def q_tile_schedule(
-    q_lens: Sequence[int], tile_rows: int = TILE_ROWS
+    q_lens: Sequence[int], tile_rows: int
 ) -> tuple[list[int], list[int], list[int]]:
     """The tiles of queries that are packed one sequence after the other.
 

@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from astrai_core import discovery
+
 from .schedule import q_tile_schedule
 
 if TYPE_CHECKING:
     from .cache import PagedKVCache
 
-__all__ = ["Step"]
+__all__ = ["FAMILY", "Step"]
+
+FAMILY = "attention"
+"""The family whose kernels read a step."""
 
 T = TypeVar("T")
 
@@ -59,8 +64,9 @@ class Step:
         seq_lens: ``[B]``: `kv_lens`.
         qo_indptr: ``[B + 1]``: where each sequence's queries begin.
         kv_indptr: ``[B + 1]``: the same for its keys.
-        q_tile_to_batch: sequence of each tile of 64 queries.
-        q_tile_to_index: position of each tile within its sequence.
+        q_tile_to_batch: sequence of each tile of queries, of as many rows as the attention family's
+            manifest names; empty without one.
+        q_tile_to_index: position of each tile within its sequence; likewise.
     """
 
     def __init__(
@@ -87,8 +93,10 @@ class Step:
         table = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int32)
         for index, row in enumerate(rows):
             table[index, : len(row)] = row
-        qo_indptr, tile_to_batch, tile_to_index = q_tile_schedule(q_lens)
-        lists = (kv_lens, qo_indptr, [0, *accumulate(kv_lens)], tile_to_batch, tile_to_index)
+        # Another number would let the kernel read the wrong rows, and nothing would notice.
+        tile_rows = discovery.find(FAMILY).q_tile_rows
+        tiles = ([], []) if tile_rows is None else q_tile_schedule(q_lens, tile_rows)[1:]
+        lists = (kv_lens, [0, *accumulate(q_lens)], [0, *accumulate(kv_lens)], *tiles)
         tensors = [table, *(torch.tensor(values, dtype=torch.int32) for values in lists)]
         (
             self.page_table,

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from astrai_core.attn.backends import FAMILY as ATTENTION
 from astrai_core.attn.backends import HEAD_DIMS
 from astrai_core.attn.cache import MAX_PAGE_SIZE
+from astrai_core.attn.step import FAMILY as ATTENTION
 from astrai_core.policy import MAX_TOKENS, VARIABLES, OpSpec, kernel_for, observer
 
 from ._arguments import Problem
