@@ -226,6 +226,29 @@ def test_prefill_and_steps_are_the_models_own_logits(changes):
     torch.testing.assert_close(torch.stack(found, 1), expected[:, 4:], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_pages_of_any_size(page_size):
+    network = llama()
+    model = from_transformers(network, page_size=page_size)
+    assert model.new_cache(12).page_size == model.cfg["page_size"] == page_size
+    ids = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(1))
+    pages = -(-40 // page_size)
+    cache = PagedKVCache(2, pages, page_size, 2, 32, dtype=torch.float32, device="cpu")
+    seq = cache.new_sequence()
+    cache.reserve(seq, 40)
+    handle = build_model(model.weights, kv_cache_of(cache, [seq]), model.cfg, 40)
+    found = [prefill(*model, ids[:, :14], cache.begin_step([seq], 14))]
+    found += [decode_step(handle, ids[:, pos], pos) for pos in range(14, 40)]
+    expected = logits_of(network, ids)[:, 13:]
+    torch.testing.assert_close(torch.stack(found, 1), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("page_size", "error"), [(0, ValueError), (16.0, TypeError)])
+def test_a_page_size_that_is_none(page_size, error):
+    with pytest.raises(error, match=r"^page_size: expected "):
+        from_transformers(llama(), page_size=page_size)
+
+
 def test_a_ragged_prompt_goes_on_at_its_own_positions():
     network = llama()
     model = from_transformers(network)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from astrai_core.attn import PagedKVCache
 
 from ._arguments import Weights
+from ._checks import positive
 from ._config import DTYPES, Config
 
 __all__ = ["Llama", "from_transformers", "kv_cache_of"]
@@ -36,7 +37,7 @@ class Llama(NamedTuple):
 
     Attributes:
         weights: the `weights` of the contract.
-        cfg: the `cfg` of the contract, with ``page_size`` for `new_cache`.
+        cfg: the `cfg` of the contract, with the ``page_size`` of `new_cache`.
     """
 
     weights: dict[str, Any]
@@ -58,7 +59,7 @@ class Llama(NamedTuple):
         )
 
 
-def from_transformers(model: nn.Module) -> Llama:
+def from_transformers(model: nn.Module, *, page_size: int = _PAGE_SIZE) -> Llama:
     """The weights and the configuration of a ``LlamaForCausalLM`` of transformers.
 
     Copies nothing. The weights must not change while a handle of `build_model` has them.
@@ -66,11 +67,13 @@ def from_transformers(model: nn.Module) -> Llama:
     Args:
         model: the model, in bf16, fp16 or fp32 on one device. One that was patched by
             `astrai_core.integrations.transformers` will do.
+        page_size: tokens of a page of the cache that it is to decode with.
 
     Raises:
         ValueError: what decode cannot compute, named with its module: another architecture, a bias,
-            another activation or rotary embedding, a quantized, hooked or replaced module.
-        TypeError: weights of several dtypes.
+            another activation or rotary embedding, a quantized, hooked or replaced module; a
+            page_size below 1.
+        TypeError: weights of several dtypes; a page_size that is no int.
     """
     if _kind(model) != (_SOURCE, "LlamaForCausalLM"):
         raise ValueError(
@@ -113,7 +116,7 @@ def from_transformers(model: nn.Module) -> Llama:
         "vocab": embed.shape[0],
         "eps": config.rms_norm_eps,
         "wdtype": str(embed.dtype).removeprefix("torch."),
-        "page_size": _PAGE_SIZE,
+        "page_size": positive("page_size", page_size),
         "tied": tied,
         **_rotary(config),
     }
