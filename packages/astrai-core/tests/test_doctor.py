@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from astrai_core import checks, doctor
-from conftest import Site, install_attention
+from astrai_core import checks, doctor, policy
+from conftest import NATIVE, Site, install_attention
 
 
 @pytest.fixture
@@ -65,6 +65,7 @@ def test_a_broken_family_is_unhealthy_with_a_gpu_only(
 ATTENTION = {
     "attn_decode": "cuda",
     "attn_paged_decode": "cuda",
+    "attn_paged_prefill": "cuda",
     "attn_prefill": "cuda",
     "rotary_emb": "attention",
 }
@@ -86,7 +87,7 @@ def test_attention_is_checked_where_there_are_kernels(
     assert {op: check["chosen"] for op, check in found.items()} == ATTENTION
     assert native.calls == [*ATTENTION]
     assert all(check["error"] is None for check in found.values())
-    assert doctor.healthy(report) and "attn_paged_decode cpu" in doctor._text(report)
+    assert doctor.healthy(report) and "attn_paged_prefill cpu" in doctor._text(report)
 
 
 @pytest.mark.usefixtures("gpu_of_cpu")
@@ -122,3 +123,48 @@ def test_a_kernel_that_is_not_the_first_choice_is_demanded(
     found = [(c.op, c.demanded, c.chosen) for c in checks.checks_on(place) if c.op in ATTENTION]
     assert found[:2] == [("attn_decode", "auto", "torch_native"), ("attn_decode", "cuda", "cuda")]
     assert found[-1] == ("rotary_emb", "auto", "attention")
+
+
+NORM = """
+def add_rms_norm(x, residual, weight, eps, *, static_weights=False):
+    s = x + residual
+    wide = s.float()
+    y = weight * (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+    return y, s
+"""
+
+
+def of_norm() -> tuple[str | None, str | None, str]:
+    """What ran add_rms_norm, what is wrong with it, and why the other did not run."""
+    (check,) = [c for c in checks.checks_on(torch.device("cpu")) if c.op == "add_rms_norm"]
+    return check.chosen, check.error, *check.passed_over.values()
+
+
+@pytest.mark.usefixtures("seen_as_gpu")
+@pytest.mark.parametrize("result", [0, 1])
+def test_add_rms_norm_is_checked_by_name(
+    result: int, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not [c for c in checks.checks_on(torch.device("cpu")) if c.op == "add_rms_norm"]
+    native = site.native_of(
+        site.add(native={"_native.py": NATIVE + NORM}, OPS={"add_rms_norm": ("bfloat16",)})
+    )
+    right = native.add_rms_norm
+    assert of_norm() == ("gemv", None, "the kernel can serve the call")
+
+    def wrong(*args: Any, **options: Any) -> list[Tensor]:
+        results = [*right(*args, **options)]
+        results[result] = 1.1 * results[result]
+        return results
+
+    monkeypatch.setattr(native, "add_rms_norm", wrong)
+    policy.forget()
+    chosen, error, _ = of_norm()
+    assert chosen == "gemv" and error is not None and error.startswith("relative error 0.0")
+
+
+def test_add_rms_norm_without_a_gpu_is_torchs(site: Site, gpus: Callable[..., None]) -> None:
+    gpus()
+    site.add(native={"_native.py": NATIVE + NORM}, OPS={"add_rms_norm": ("bfloat16",)})
+    chosen, error, why = of_norm()
+    assert (chosen, error) == ("torch", None) and why.startswith("torch ")

@@ -6,22 +6,27 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import recording
 from .attn import PagedKVCache, apply_rotary_emb, attention, attn_backend
+from .attn.backends import Forward
 from .decode import build_model, decode_step, teardown
 from .decode._select import COMPOSED, COMPOSED_KERNELS, MEGAKERNEL, supports
+from .decode._torch import rms_norm
 from .discovery import find
 from .ops import linear, swiglu
-from .policy import OPS, use
+from .policy import OPS, TORCH, VARIABLES, OpSpec, kernel_for, use
 from .recording import explain
 
 __all__ = ["Check", "checks_on"]
 
 _M, _N, _K = 2, 256, 512
+_NORM = OpSpec("add_rms_norm", "gemv", "add_rms_norm", VARIABLES["decode"][0])
 _BATCH, _KEYS, _HEADS, _KV_HEADS, _HEAD_DIM, _PAGE_SIZE = 2, 33, 4, 2, 64, 16
 
 
@@ -30,7 +35,7 @@ class Check:
     """One real call of an op on a device.
 
     Attributes:
-        op: name of the op; of attention, the kernel's.
+        op: name of the op; of attention and add_rms_norm, the kernel's.
         device: where it ran.
         demanded: the implementation that was demanded, ``auto`` if none was.
         chosen: the implementation that ran, None where the call failed.
@@ -49,6 +54,7 @@ class Check:
 
 
 _Kernels = Mapping[str, Mapping[str, tuple[str, ...]]]
+_Call = Callable[[torch.device], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class _Case:
 
     op: str
     recorded: str
-    call: Callable[[torch.device], tuple[Tensor, Tensor]]
+    call: _Call
     kernels: _Kernels
     demand: Callable[[str], Any] | None
 
@@ -74,7 +80,8 @@ def checks_on(place: torch.device) -> list[Check]:
     """The checks of a device.
 
     Every op is called as it would be by itself, and once more with each kernel demanded that is
-    there but was not chosen. Attention is called where its family has the kernel in question.
+    there but was not chosen. Attention and add_rms_norm are called where their family has the
+    kernel in question.
     """
     found = []
     for case in _cases():
@@ -107,9 +114,12 @@ def _cases() -> list[_Case]:
         _Case(op, op, calls[op], {spec.family: {spec.family: (spec.kernel,)}}, _user(op))
         for op, spec in OPS.items()
     ]
-    attentions = {
+    if _NORM.kernel in find(_NORM.family).ops:
+        cases.append(_Case(_NORM.name, _NORM.name, _add_rms_norm, {}, None))
+    attentions: dict[str, _Call] = {
         "attn_decode": _decode,
-        "attn_paged_decode": _paged_decode,
+        "attn_paged_decode": partial(_paged, new=1, fwd="decode"),
+        "attn_paged_prefill": partial(_paged, new=_KEYS - _PAGE_SIZE, fwd="prefill"),
         "attn_prefill": _prefill,
     }
     there = find("attention").ops
@@ -165,6 +175,25 @@ def _swiglu(place: torch.device) -> tuple[Tensor, Tensor]:
     return swiglu(x, up, gate), x.double() @ up.double().T * g * torch.sigmoid(g)
 
 
+def _add_rms_norm(place: torch.device) -> tuple[Tensor, Tensor]:
+    """Both results, one after the other. Only composed decode has the op, and never by torch."""
+    x, residual, weight = _operands(place, (_M, _K), (_M, _K), (_K,))
+    run, why = kernel_for(_NORM, x.get_device())
+    chosen = TORCH if run is None else _NORM.family
+    over = {_NORM.family: str(why)} if run is None else {TORCH: "the kernel can serve the call"}
+    recording.record(
+        recording.active(), _NORM.name, f"x [{_M}, {_K}]", "bfloat16", str(place), chosen, over
+    )
+    if run is None:
+        s = x + residual
+        y = rms_norm(s, weight, 1e-5)
+    else:
+        y, s = run(x, residual, weight, 1e-5)
+    exact = x.double() + residual.double()
+    scale = (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return torch.cat((y, s)), torch.cat((weight.double() * exact * scale, exact))
+
+
 def _attention_operands(place: torch.device) -> list[Tensor]:
     heads = (_HEADS, _KV_HEADS, _KV_HEADS)
     return _operands(place, *((_BATCH, _KEYS, h, _HEAD_DIM) for h in heads))
@@ -190,15 +219,16 @@ def _prefill(place: torch.device) -> tuple[Tensor, Tensor]:
     return attention(q, k, v, is_causal=True, fwd="prefill"), _exact(q, k, v)
 
 
-def _paged_decode(place: torch.device) -> tuple[Tensor, Tensor]:
+def _paged(place: torch.device, new: int, fwd: Forward) -> tuple[Tensor, Tensor]:
+    """The last `new` tokens of each sequence, over a cache of those before."""
     q, k, v = _attention_operands(place)
-    q = q[:, -1:].contiguous()
+    q = q[:, -new:].contiguous()
     pages = _BATCH * -(-_KEYS // _PAGE_SIZE)
     cache = PagedKVCache(1, pages, _PAGE_SIZE, _KV_HEADS, _HEAD_DIM, device=place)
     seqs = [cache.new_sequence() for _ in range(_BATCH)]
-    cache.begin_step(seqs, _KEYS - 1).write(0, k[:, :-1], v[:, :-1])
-    step = cache.begin_step(seqs, 1)
-    y = attention(q, k[:, -1:], v[:, -1:], step, is_causal=True, fwd="decode")
+    cache.begin_step(seqs, _KEYS - new).write(0, k[:, :-new], v[:, :-new])
+    step = cache.begin_step(seqs, new)
+    y = attention(q, k[:, -new:], v[:, -new:], step, is_causal=True, fwd=fwd)
     return y, _exact(q, k, v)
 
 

@@ -143,7 +143,7 @@ def _text(report: dict[str, Any]) -> str:
     for check in report["checks"]:
         outcome = check["error"] or f"right (relative error {check['relative_error']:.1e})"
         lines.append(
-            f"  {check['op']:<17} {check['device']:<7} {check['demanded']}: "
+            f"  {check['op']:<18} {check['device']:<7} {check['demanded']}: "
             f"{check['chosen'] or 'failed'}, {outcome}"
         )
         lines += [f"    {name}: {why}" for name, why in check["passed_over"].items()]
