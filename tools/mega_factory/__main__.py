@@ -15,7 +15,8 @@ from mega_factory import render, specs, verify
 
 def _list() -> int:
     for spec in specs.load_all().values():
-        print(f"{spec.name}  {spec.hash()}  {spec.title}")
+        note = "" if spec.note is None else f"  ({spec.note})"
+        print(f"{spec.name}  {spec.hash()}  {spec.title}{note}")
     return 0
 
 
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     result = argparse.ArgumentParser(prog="python -m mega_factory")
     commands = result.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="name, hash and title of each task")
+    commands.add_parser("list", help="name, hash and title of each task, what its tolerance lacks")
     command = commands.add_parser("render", help="write bundles")
     command.add_argument("folder", type=Path)
     command.add_argument("names", nargs="*", metavar="spec", help="tasks, by default all")

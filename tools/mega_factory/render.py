@@ -134,7 +134,7 @@ def figures_md(spec: MegaSpec) -> str:
         if figures is not None
     }
     if not columns:
-        return "Not yet measured on a GPU." if spec.note is None else f"None: {spec.note}."
+        return f"None: {spec.note}."
     names = dict.fromkeys(name for rows in columns.values() for name in rows)
     lines = [f"| what | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     lines += [

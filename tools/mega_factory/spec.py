@@ -315,8 +315,10 @@ class MegaSpec:
     @property
     def note(self) -> str | None:
         """What the tolerance lacks; None if it was measured on a GPU."""
-        if self.figures is not None or self.cpu is None:
+        if self.figures is not None:
             return None
+        if self.cpu is None:
+            return "the tolerance is not yet backed by any measurement"
         return (
             f"the tolerance is not yet measured on a GPU: correct implementations err by up to"
             f" {self.cpu.floor:g} on a CPU"

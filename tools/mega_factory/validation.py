@@ -323,9 +323,8 @@ def _errors(spec: MegaSpec) -> Iterator[str]:
     cells = re.findall(rf"^\|.*\| \**{NUMBER}\** \|$", spec.precision_md, re.MULTILINE)
     found = sorted(float(cell) for cell in cells)
     figures = spec.figures or spec.cpu
-    if figures is None:
-        return
-    wanted = sorted([*figures.errors.values(), *figures.drops.values(), spec.tol])
+    errors = [] if figures is None else [*figures.errors.values(), *figures.drops.values()]
+    wanted = sorted([*errors, spec.tol])
     if len(found) != len(wanted) or not all(map(math.isclose, found, wanted)):
         yield f"precision_md: expected a table of the errors and tol, {wanted}, got {found}"
 
@@ -337,8 +336,6 @@ def _tolerance(spec: MegaSpec) -> Iterator[str]:
         yield f"precision_md: expected it to state tol, {spec.tol:g}, got {', '.join(tols)}"
     yield from _errors(spec)
     sources = {"claimed": spec.claimed, "measured": spec.measured, "on a CPU": spec.cpu}
-    if not any(sources.values()):
-        yield "tol: expected errors measured on a GPU or a CPU, got none"
     for what, figures in sources.items():
         if figures is not None:
             yield from (f"tol: {what}: {text}" for text in _margins(spec, figures))

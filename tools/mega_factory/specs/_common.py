@@ -59,9 +59,10 @@ def tolerance_md(
     ]
     lines.insert(len(CORRECT), f"| *(the gate)* | *{sci(tol)}* |")
     table = "\n".join(["| implementation | worst relative error |", "|---|---|", *lines])
-    gpu = "" if measured else " It is **not yet measured on a GPU**."
     if figures is None:
-        return f"**Where the tolerance comes from.** `tol` is `{sci(tol)}`.{gpu}\n\n{table}"
+        lacks = "It is **not yet backed by any measurement**."
+        return f"**Where the tolerance comes from.** `tol` is `{sci(tol)}`. {lacks}\n\n{table}"
+    gpu = "" if measured else " It is **not yet measured on a GPU**."
     place = f"on {figures.measured_on}" if measured else "on a CPU, whose random numbers are others"
     return f"""**Where the tolerance comes from.** `tol` is `{sci(tol)}`.{gpu}
 Each implementation was run against the reference on the graded fixtures,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import importlib
 import json
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from mega_factory import specs
 from mega_factory.__main__ import main
 from mega_factory.spec import Figures
 from mega_factory.specs import load, load_all
@@ -70,6 +72,42 @@ def test_what_the_texts_state_is_compared_though_it_was_measured_here():
     assert ("kernels", "772", "772") in list(comparison(known, measured))
     unknown = dataclasses.replace(spec, claimed=None, measured=None)
     assert ("kernels", "-", "772") in list(comparison(unknown, measured))
+
+
+NEW = """
+import dataclasses
+from mega_factory.spec import Figures
+from mega_factory.specs import _common
+from mega_factory.specs.megakernel_gqa_decode import DROPS, SPEC as OTHER, TOL
+
+NAME = "megakernel-new"
+MEASURED, CPU = Figures.load(NAME), Figures.load(NAME, "cpu")
+tolerance_md = _common.tolerance_md(TOL, MEASURED, CPU, DROPS)
+perf_md = dataclasses.replace(OTHER.perf_md, eager_us=None, graph_us=None)
+SPEC = dataclasses.replace(
+    OTHER, name=NAME, unfused_kernels=None, perf_md=perf_md, measured=MEASURED, cpu=CPU,
+    precision_md=tolerance_md,
+).validate()
+"""
+
+
+def test_a_new_task_is_one_file(tmp_path, monkeypatch, capsys):
+    name, folder, bundles = "megakernel-new", tmp_path / "specs", tmp_path / "bundles"
+    folder.mkdir()
+    monkeypatch.setattr(specs, "__path__", [*specs.__path__, str(folder)])
+    (folder / "megakernel_new.py").write_text(NEW)
+    assert main(["list"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if name in line)
+    assert line.endswith("(the tolerance is not yet backed by any measurement)")
+    assert main(["render", str(bundles)]) == 0
+    assert "not yet backed by any measurement" in (bundles / name / "TASK.md").read_text()
+    assert main(["check", str(bundles)]) == 0
+    # What is wrong with another task is no reason not to render or verify this one.
+    (folder / "megakernel_wrong.py").write_text("raise ValueError('wrong')")
+    importlib.invalidate_caches()
+    assert main(["render", str(bundles), name]) == 0
+    assert main(["verify", name, "--scale", "tiny", "--device", "cpu"]) == 0
+    assert main(["list"]) == main(["check", str(bundles)]) == 2
 
 
 @pytest.mark.parametrize("steps", ["3", "9"])

@@ -103,7 +103,7 @@ def test_figures_name_where_they_were_measured():
     ours = dataclasses.replace(DOCUMENT, claimed=None, measured=figures)
     assert figures_md(ours).startswith("| what | NVIDIA H200 |\n")
     none = dataclasses.replace(ours, measured=None)
-    assert figures_md(none) == "Not yet measured on a GPU."
+    assert figures_md(none) == "None: the tolerance is not yet backed by any measurement."
     assert spec_json(none)["baselines"] is None
     assert spec_json(ours)["baselines"] == {"eager_us": 10764, "busy_us": 6296, "graph_us": None}
 

@@ -8,6 +8,7 @@ from mega_factory import spec as spec_module
 from mega_factory.models import contiguous
 from mega_factory.spec import Figures, SpecError
 from mega_factory.specs import load, load_all
+from mega_factory.specs._common import tolerance_md
 
 DOCUMENT = load("megakernel-gqa-paged-decode")
 BATCH = load("megakernel-gqa-paged-decode-batch8")
@@ -179,13 +180,22 @@ def test_the_performance_table_is_that_of_the_figures():
 
 def test_without_a_gpu_the_tolerance_is_bound_by_errors_on_a_cpu():
     unmeasured = {"claimed": None, "measured": None}
-    found = violations_of(BATCH, **unmeasured, cpu=None)
-    assert "tol: expected errors measured on a GPU or a CPU, got none" in found
     found = violations_of(BATCH, **unmeasured, tol=0.9)
     assert any(text.startswith("tol: on a CPU: expected") for text in found)
     unmeasured = dataclasses.replace(BATCH, **unmeasured)
     assert unmeasured.note.startswith("the tolerance is not yet measured on a GPU: correct")
     assert DOCUMENT.note is None
+
+
+def test_without_a_measurement_only_texts_that_state_one_are_violations():
+    blank = perf(eager_us=None, graph_us=None) | {"unfused_kernels": None}
+    blank |= {"claimed": None, "measured": None, "cpu": None}
+    (found,) = violations_of(DOCUMENT, **blank)
+    assert found.startswith("precision_md: expected a table of the errors and tol, [0.06], got")
+    text = tolerance_md(DOCUMENT.tol, None, None, DOCUMENT.drops)
+    spec = dataclasses.replace(DOCUMENT, precision_md=text, **blank).validate()
+    assert spec.note == "the tolerance is not yet backed by any measurement"
+    assert "**not yet backed by any measurement**" in text
 
 
 def test_all_violations_are_listed_at_once():
