@@ -67,8 +67,8 @@ class Figures:
 
     @property
     def floor(self) -> float:
-        """The worst error of a correct implementation."""
-        return max(self.errors.values())
+        """The worst error of a correct implementation; 0 if there is none."""
+        return max(self.errors.values(), default=0.0)
 
     @classmethod
     def load(cls, name: str, place: str = "h200") -> Figures | None:

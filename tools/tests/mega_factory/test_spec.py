@@ -148,6 +148,18 @@ LIES = [
     swapped("precision_md", "2.2x E", "9x E"),
     swapped("precision_md", "E = 2.8e-2", "E = 1e-2"),
     swapped("correctness_md", "**0.76**", "**0.01**"),
+    swapped(
+        "contract_md", "`max_seq_len` | scalar | python `int`", "`max_seq_len` | `(B,)` | `float32`"
+    ),
+    swapped("contract_md", "`cfg` | `dict`", "`cfg` | `list`"),
+    swapped("contract_md", "`kv_cache` | `dict`", "`kv_cache` | list, not a `dict`"),
+    swapped("contract_md", '`kv_cache["page_size"]` | scalar', '`kv_cache["page_size"]` | `(B,)`'),
+    swapped("contract_md", "`int32`, on the GPU", "`int32`, on the CPU"),
+    swapped("contract_md", "`int64`, on the GPU", "`int64`, on the CPU"),
+    swapped("contract_md", "| `pos` | scalar | python `int` |", "| `pos` | scalar |"),
+    {"arg_doc": "cfg : tuple"},
+    swapped("arg_doc", "kv_cache  : dict", "kv_cache  : list"),
+    swapped("arg_doc", "weights   :", "tensors   :"),
     advice("6.3 ms row", "1.3 ms row"),
     advice("538 MB per step", "100 MB per step"),
 ]
@@ -206,6 +218,35 @@ def test_all_violations_are_listed_at_once():
         assert f"\n  {field}: " in str(caught.value)
 
 
+def test_a_wrong_size_hides_no_other_violation():
+    texts = {"regime_md": "x", "contract_md": "none"}
+    found = violations_of(DOCUMENT, decode_steps=4, tol=1e-3, **texts)
+    for field in ("decode_steps", "tol", "regime_md", "contract_md"):
+        assert any(text.startswith(f"{field}: ") for text in found), field
+    sizes = DOCUMENT.cfg | {"layers": 0, "d": 0, "n_q": 33}
+    del sizes["eps"]
+    found = violations_of(DOCUMENT, cfg=sizes, batch=0, max_seq=0, title="", tol=1e-3, arg_doc="x")
+    for text in (
+        "cfg: expected also eps", "cfg['layers']: expected a positive int, got 0",
+        "cfg['d']: expected a positive int, got 0",
+        "cfg['n_q']: expected a multiple of n_kv = 8, got 33",
+        "batch: expected a positive int, got 0", "max_seq: expected a positive int, got 0",
+        "title: expected a text, got an empty one",
+        "tol: claimed: expected 0.0554 to 0.111", "arg_doc: expected arguments of the types",
+    ):  # fmt: skip
+        assert any(line.startswith(text) for line in found), text
+
+
+def test_what_was_not_measured_hides_no_other_violation():
+    found = violations_of(DOCUMENT, tol=0.08, **claimed(errors={}, drops={"never_append": 0.107}))
+    for text in (
+        "tol: claimed: expected errors of all_fp32, fp32_residual, got none",
+        "tol: claimed: expected drops of ignore_table, got none",
+        "tol: claimed: expected at most 0.0713, so that never_append",
+    ):
+        assert any(line.startswith(text) for line in found), text
+
+
 def test_lengths_per_sequence_need_positions_per_sequence():
     row = next(r for r in DOCUMENT.contract_md.splitlines() if r.startswith("| `pos`"))
     lines = BATCH.contract_md.splitlines()
@@ -213,8 +254,8 @@ def test_lengths_per_sequence_need_positions_per_sequence():
     lines[index] = row
     found = violations_of(BATCH, contract_md="\n".join(lines))
     assert found == [
-        "contract_md: expected `(B,)` in the row of `pos`",
-        "contract_md: expected `int64` in the row of `pos`",
+        "contract_md: expected the shape `(B,)` of `pos`, got scalar",
+        "contract_md: expected the dtype `int64`, on the GPU of `pos`, got python `int`",
     ]
     assert any(
         "different lengths" in text for text in violations_of(BATCH, prefill_lens=[4000] * 8)
@@ -240,8 +281,9 @@ def test_the_floor_is_that_of_the_document():
 
 
 def test_a_model_with_a_head_of_its_own_says_so():
-    found = violations_of(DOCUMENT, cfg=DOCUMENT.cfg | {"tied": False})
-    assert found == ['contract_md: expected a row of `weights["lm_head"]`, got none']
+    keys, head = violations_of(DOCUMENT, cfg=DOCUMENT.cfg | {"tied": False})
+    assert keys.endswith("wdtype, page_size, tied` in the row of `cfg`")
+    assert head == 'contract_md: expected a row of `weights["lm_head"]`, got none'
 
 
 @pytest.mark.parametrize("spec", load_all().values(), ids=lambda spec: spec.name)
