@@ -64,6 +64,17 @@ def test_verify_on_a_cpu(tmp_path, capsys):
     assert {field.name for field in dataclasses.fields(Figures)} <= found.keys()
 
 
+@pytest.mark.parametrize("name", specs.names())
+def test_verify_measures_every_task(tmp_path, name):
+    file = tmp_path / "found.json"
+    arguments = ["verify", name, "--scale", "tiny", "--device", "cpu", "--json", str(file)]
+    assert main(arguments) == 0
+    found, spec = json.loads(file.read_text()), load(name)
+    assert list(found["drops"]) == spec.drops
+    assert found["paged_error"] == 0
+    assert max(found["errors"].values()) < spec.tol < min(found["drops"].values())
+
+
 def test_what_the_texts_state_is_compared_though_it_was_measured_here():
     spec = load("megakernel-gqa-decode")
     claimed = load(NAME).claimed

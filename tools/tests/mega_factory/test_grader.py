@@ -16,6 +16,8 @@ from mega_factory.grader import __main__ as command_line
 from mega_factory.grader import grading
 from mega_factory.grader.grading import BundleError, grade
 from mega_factory.grader.process import PROC, Worker
+from mega_factory.render import write
+from mega_factory.specs import load_all
 
 SOLUTIONS = Path(__file__).with_name("solutions")
 
@@ -58,6 +60,16 @@ def test_the_reference_is_right_with_lengths_of_their_own(contiguous):
         contiguous, contiguous / "reference.py", scale="tiny", device="cpu", runs=2,
         hidden_us=math.inf,
     )  # fmt: skip
+    assert report.verdict == "pass", report.text()
+    assert report.errors == [0, 0]
+
+
+@pytest.mark.parametrize("spec", load_all().values(), ids=load_all())
+def test_the_reference_solves_every_task(spec, tmp_path):
+    bundle = write(spec, tmp_path)
+    report = grade(
+        bundle, bundle / "reference.py", scale="tiny", device="cpu", runs=2, hidden_us=math.inf
+    )
     assert report.verdict == "pass", report.text()
     assert report.errors == [0, 0]
 
@@ -108,6 +120,20 @@ def test_wrong(graded, name):
     assert found == WRONG[name], report.text()
     assert report.verdict == "fail"
     assert any(re.search(DETAILS.get(name, ""), str(f)) for f in report.findings), report.text()
+
+
+def test_the_references_own_output_of_another_step(paged, tmp_path):
+    # Beside the bundle's reference, as a solution is.
+    bundle = shutil.copytree(paged, tmp_path / "bundle")
+    for name in ("decoder", "returns_the_references"):
+        shutil.copy(SOLUTIONS / f"{name}.py", bundle)
+    report = grade(
+        bundle, bundle / "returns_the_references.py", scale="tiny", device="cpu", runs=1,
+        hidden_us=math.inf,
+    )  # fmt: skip
+    (finding,) = report.findings
+    assert (finding.check, finding.step) == ("stale_logits", 2), report.text()
+    assert finding.detail.endswith("3 of 5 steps are wrong; these are right for step 1")
 
 
 def test_hidden_time(graded):
