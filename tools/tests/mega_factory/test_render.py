@@ -14,7 +14,7 @@ from mega_factory.render import drift, figures_md, how_md, orphans, render, spec
 from mega_factory.specs import load, load_all
 
 GOLDEN = Path(__file__).parent / "golden"
-FILES = ("TASK.md", "spec.json")
+FILES = ("TASK.md", "solution.py", "spec.json")
 SPECS = load_all()
 BY_NAME = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 DOCUMENT = load("megakernel-gqa-paged-decode")
