@@ -100,11 +100,8 @@ def grade(
         task=spec["name"], hash=spec["hash"], scale=scale, device=device_name(device),
         seed=secrets.randbits(48) if seed is None else seed, repeat=seed is not None, runs=runs,
         tol=spec["scales"][scale]["tol"], note=spec["note"],
+        **(times_of(spec, device_name(device)) if scale == "full" else {}),
     )  # fmt: skip
-    if scale == "full" and device == "cuda":
-        times = {name.removesuffix("_us"): us for name, us in (spec["baselines"] or {}).items()}
-        report.baselines = {name: us for name, us in times.items() if us is not None}
-        report.floor_us, report.measured_on = spec["floor_us"], spec["measured_on"]
     hidden_us = checks.HIDDEN_US[device] if hidden_us is None else hidden_us
     work = Grading(bundle, solution, spec, report, device, time_limit, hidden_us)
     with contextlib.closing(work) as grading:
@@ -120,6 +117,18 @@ def warm_up(steps: int) -> int:
 def device_name(device: str) -> str:
     """What a report calls the device."""
     return torch.cuda.get_device_name() if device == "cuda" else device
+
+
+def times_of(spec: dict[str, Any], device: str) -> dict[str, Any]:
+    """A report's floor and baselines, if the device of that name is the GPU that they are of."""
+    if spec["bandwidth"]["gpu"].upper() not in device.split():
+        return {}
+    times = {name.removesuffix("_us"): us for name, us in (spec["baselines"] or {}).items()}
+    return {
+        "baselines": {name: us for name, us in times.items() if us is not None},
+        "floor_us": spec["floor_us"],
+        "measured_on": spec["measured_on"],
+    }
 
 
 @dataclasses.dataclass(frozen=True)

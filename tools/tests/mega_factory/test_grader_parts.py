@@ -2,6 +2,7 @@
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
@@ -156,6 +157,36 @@ def test_report_of_a_fast_solution():
         "PASS",
     ]
     assert json.loads(good.json())["speed"] == good.speed()
+
+
+def test_floor_and_baselines_are_of_one_gpu():
+    spec = {
+        "bandwidth": {"gpu": "h200", "tb_s": 4.8}, "floor_us": 40, "measured_on": "NVIDIA H200",
+        "baselines": {"eager_us": 500.0, "graph_us": None},
+    }  # fmt: skip
+    times = {"baselines": {"eager": 500.0}, "floor_us": 40, "measured_on": "NVIDIA H200"}
+    assert grading.times_of(spec, "NVIDIA H200") == times
+    for other in ("NVIDIA GH200 480GB", "NVIDIA B200", "NVIDIA H100 80GB HBM3", "cpu"):
+        assert grading.times_of(spec, other) == {}
+    assert grading.times_of(spec | {"baselines": None}, "NVIDIA H200")["baselines"] == {}
+
+
+def test_a_report_compares_with_the_times_of_its_gpu_at_full_scale(
+    contiguous, tmp_path, monkeypatch
+):
+    bundle = shutil.copytree(contiguous, tmp_path / "bundle")
+    spec = json.loads((bundle / "spec.json").read_text())
+    spec |= {"floor_us": 2.0, "bandwidth": {"gpu": "h200", "tb_s": 4.8}}
+    spec["scales"]["full"] = spec["scales"]["tiny"]
+    (bundle / "spec.json").write_text(json.dumps(spec))
+
+    def floor(scale):
+        reference = bundle / "reference.py"
+        return grading.grade(bundle, reference, scale=scale, device="cpu", runs=1).floor_us
+
+    assert floor("full") is None
+    monkeypatch.setattr(grading, "device_name", lambda _: "NVIDIA H200")
+    assert (floor("full"), floor("tiny")) == (2.0, None)
 
 
 def test_the_larger_time_counts():
