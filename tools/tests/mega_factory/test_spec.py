@@ -272,6 +272,14 @@ def test_only_a_spec_without_figures_is_unmeasured():
     assert len(violations_of(DOCUMENT, **blank)) == 3
 
 
+def test_claims_that_measurements_contradict_are_corrected():
+    at_2k = load("megakernel-gqa-decode").measured
+    assert "2.02e-2 at 16k of context and by up to 2.09e-2 at 2k" in DOCUMENT.precision_md
+    assert at_2k.floor >= DOCUMENT.measured.floor
+    assert "the error is 5.35e-1, not 7.6e-1: 8.9 times `tol`, not 13" in DOCUMENT.precision_md
+    assert "was not\nmeasured with its fixtures" in DOCUMENT.correctness_md
+
+
 def test_the_floor_is_that_of_the_document():
     assert DOCUMENT.weight_bytes == 2 * 1_235_814_400
     assert DOCUMENT.kv_bytes == 16416 * 16 * 2 * 8 * 64 * 2
