@@ -4,7 +4,10 @@
 import pytest
 import torch
 
+import astrai_gemv
 from astrai_core import arch, device, discovery
+
+ANOTHER_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() != (8, 9)
 
 
 @pytest.fixture
@@ -40,3 +43,10 @@ def test_torch_serves(calls, doctor, monkeypatch):
     calls()
     assert all(check["error"] is None for check in doctor.report["checks"])
     assert doctor.status == int(torch.cuda.is_available())
+
+
+@pytest.mark.skipif(not ANOTHER_GPU, reason="no GPU, or the wheel's own")
+def test_the_family_itself_says_so_at_the_call():
+    x, weight = (torch.ones(n, 64, device="cuda").bfloat16() for n in (2, 32))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no code for this GPU"):
+        astrai_gemv.bf16_gemv(x, weight)
