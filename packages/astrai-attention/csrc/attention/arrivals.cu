@@ -27,59 +27,54 @@ class OutsideOfCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Of one device. Leases are numbers below kLeases.
+// Of one device, which is the current one.
 class Pool {
  public:
-  // The counters of a lease, on the current device.
-  unsigned* at(int lease) {
+  // A stream keeps its counters: its id is given to no other. Null where all are taken.
+  unsigned* of_stream(unsigned long long id) {
     const std::lock_guard lock(mutex_);
+    unsigned*& place = of_streams_[id];
+    if (place == nullptr) place = take_some();
+    return place;
+  }
+
+  unsigned* take() {
+    const std::lock_guard lock(mutex_);
+    return take_some();
+  }
+
+  void give(unsigned* taken) {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(taken);
+  }
+
+  int held() {
+    const std::lock_guard lock(mutex_);
+    return used_ - static_cast<int>(free_.size());
+  }
+
+ private:
+  unsigned* take_some() {
+    if (!free_.empty()) {
+      unsigned* const last = free_.back();
+      free_.pop_back();
+      return last;
+    }
+    if (used_ == kLeases) return nullptr;
     if (memory_ == nullptr) {
       const OutsideOfCaptures outside;
       void* memory = nullptr;
       check_cuda(cudaGetSymbolAddress(&memory, counters), "attn_decode: arrival counters");
       memory_ = static_cast<unsigned*>(memory);
     }
-    return memory_ + lease * kArrivals;
-  }
-
-  // -1 where all are taken. A stream keeps its lease: its id is given to no other.
-  int of_stream(unsigned long long id) {
-    const std::lock_guard lock(mutex_);
-    const auto [place, is_new] = of_streams_.try_emplace(id, -1);
-    if (place->second < 0) place->second = take_one();
-    return place->second;
-  }
-
-  int take() {
-    const std::lock_guard lock(mutex_);
-    return take_one();
-  }
-
-  void give(int lease) {
-    const std::lock_guard lock(mutex_);
-    free_.push_back(lease);
-  }
-
-  int held() {
-    const std::lock_guard lock(mutex_);
-    return taken_ - static_cast<int>(free_.size());
-  }
-
- private:
-  int take_one() {
-    if (!free_.empty()) {
-      const int lease = free_.back();
-      free_.pop_back();
-      return lease;
-    }
-    return taken_ < kLeases ? taken_++ : -1;
+    return memory_ + kArrivals * used_++;
   }
 
   std::mutex mutex_;
   unsigned* memory_ = nullptr;
-  int taken_ = 0;          // leases below have been taken at some time
-  std::vector<int> free_;  // since given back
-  std::unordered_map<unsigned long long, int> of_streams_;
+  int used_ = 0;                 // from the beginning of the memory on, at some time
+  std::vector<unsigned*> free_;  // since given back
+  std::unordered_map<unsigned long long, unsigned*> of_streams_;
 };
 
 Pool& pool_of(int device) {
@@ -90,15 +85,15 @@ Pool& pool_of(int device) {
 
 // Of a launch in a graph.
 struct Lease {
-  explicit Lease(Pool& pool) : pool(pool), number(pool.take()) {}
+  explicit Lease(Pool& pool) : pool(pool), counters(pool.take()) {}
   ~Lease() {
-    if (number >= 0) pool.give(number);
+    if (counters != nullptr) pool.give(counters);
   }
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
 
   Pool& pool;
-  const int number;
+  unsigned* const counters;
 };
 
 void end_lease(void* lease) { delete static_cast<Lease*>(lease); }
@@ -115,23 +110,21 @@ unsigned* arrivals_for(int device, cudaStream_t stream) {
   if (status == cudaStreamCaptureStatusNone) {
     unsigned long long id = 0;
     check_cuda(cudaStreamGetId(stream, &id), what);
-    const int number = pool.of_stream(id);
-    return number < 0 ? nullptr : pool.at(number);
+    return pool.of_stream(id);
   }
   if (status == cudaStreamCaptureStatusInvalidated)
     check_cuda(cudaErrorStreamCaptureInvalidated, what);
   auto lease = std::make_unique<Lease>(pool);
-  if (lease->number < 0) return nullptr;
-  unsigned* const found = pool.at(lease->number);
+  if (lease->counters == nullptr) return nullptr;
   cudaUserObject_t object = nullptr;
   check_cuda(
       cudaUserObjectCreate(&object, lease.get(), end_lease, 1, cudaUserObjectNoDestructorSync),
       what);
-  lease.release();
+  unsigned* const taken = lease.release()->counters;
   const cudaError_t kept = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
   if (kept != cudaSuccess) cudaUserObjectRelease(object);
   check_cuda(kept, what);
-  return found;
+  return taken;
 }
 
 int arrivals_held(int device) {
