@@ -7,7 +7,7 @@ import torch
 import astrai_gemv
 from astrai_core import arch, device, discovery
 
-ANOTHER_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() != (8, 9)
+OWN_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() == (8, 9)
 
 
 @pytest.fixture
@@ -34,10 +34,7 @@ def test_the_reason_on_a_device_that_does_not(family, monkeypatch):
     assert "cuda:0 is sm_90, this astrai-gemv wheel has code for 89; pip install" in reason.text
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() == (8, 9),
-    reason="the wheel's own GPU",
-)
+@pytest.mark.skipif(OWN_GPU, reason="the wheel's own GPU")
 def test_torch_serves(calls, doctor, monkeypatch):
     monkeypatch.setenv("ASTRAI_GEMV", "1")
     calls()
@@ -45,7 +42,7 @@ def test_torch_serves(calls, doctor, monkeypatch):
     assert doctor.status == int(torch.cuda.is_available())
 
 
-@pytest.mark.skipif(not ANOTHER_GPU, reason="no GPU, or the wheel's own")
+@pytest.mark.skipif(OWN_GPU or not torch.cuda.is_available(), reason="no GPU, or the wheel's own")
 def test_the_family_itself_says_so_at_the_call():
     x, weight = (torch.ones(n, 64, device="cuda").bfloat16() for n in (2, 32))
     with torch.no_grad(), pytest.raises(RuntimeError, match="no code for this GPU"):
