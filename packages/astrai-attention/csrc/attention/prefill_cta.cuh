@@ -79,6 +79,12 @@ struct KvLoader {
     }
   }
 
+  // Whether all rows that the warp copies of a step are in one page.
+  __device__ __forceinline__ bool in_one_page() const {
+    if constexpr (kPaged) return 1 << kv.page_shift >= Shape::kCopyRows;
+    return true;
+  }
+
   __device__ __forceinline__ int look_up(int row) const {
     return row < kv_len ? __ldca(warp_place.pages + (row >> kv.page_shift)) : 0;
   }
@@ -104,11 +110,7 @@ struct KvLoader {
     const int64_t to_v = reinterpret_cast<const char*>(kv.v) - reinterpret_cast<const char*>(kv.k);
     const __nv_bfloat16* base = k;
     if constexpr (kPaged) base = warp_place.pool + threadIdx.x % Shape::kPieces * 8;
-    const __nv_bfloat16* from = base;
-#pragma unroll
-    for (int row = 0; row < Shape::kCopyRows; row += kStep) {
-      if constexpr (kPaged)
-        from = base + __shfl_sync(0xffffffffu, offset, lane_row % Shape::kCopyRows + row);
+    const auto copy_row = [&](int row, const __nv_bfloat16* from) {
       const bool valid = begin + lane_row + row < kv_len;
       const uint32_t to =
           smem + (place ^ (swizzle_key<Shape::kRowBytes>(row) << 4)) + row * Shape::kRowBytes;
@@ -116,8 +118,19 @@ struct KvLoader {
       if constexpr (kV)
         cp_async_16_or_zero(to + Shape::kKvBytes, reinterpret_cast<const char*>(from) + to_v,
                             valid);
-      if constexpr (!kPaged) from += kStep * kv.token_stride;
+    };
+    const int first = lane_row % Shape::kCopyRows;
+    if (kPaged && !in_one_page()) {
+#pragma unroll
+      for (int row = 0; row < Shape::kCopyRows; row += kStep)
+        copy_row(row, base + __shfl_sync(0xffffffffu, offset, first + row));
+      return;
     }
+    const __nv_bfloat16* from = base;
+    if constexpr (kPaged) from += __shfl_sync(0xffffffffu, offset, first);
+#pragma unroll
+    for (int row = 0; row < Shape::kCopyRows; row += kStep, from += kStep * kv.token_stride)
+      copy_row(row, from);
   }
 };
 
