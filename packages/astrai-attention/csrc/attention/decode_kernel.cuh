@@ -27,20 +27,26 @@
 // Floor. The bytes of K and V at the read bandwidth, plus 3 us: wait, length, (page id,) first tile,
 // merge.
 //
-// What lost. Clusters of 16: at batch 1 seven of eight find a place, and 131,072 tokens took 153 us.
-// Clusters of 8 at that length gather on half of the GPCs: 198 us, where splits take 126. A contiguous
-// range of tokens for each CTA instead of tiles in turn: no better. The release of a cluster barrier in
-// place of counted stores: 0.3 us more, it is a fence of the whole GPU. Four warps on an SM: 188 us, too
-// few to hide one another. Page ids one tile ahead instead of two: 2 % slower over pages of 16. Ids of 32
-// tiles at once, one in each lane, or by cp.async with the tile two before: 3 % faster for 16 sequences of
-// 4,096, but 3 us slower for one of 32,768 or more. Bringing the first tiles to L2 before the wait by
-// default, of pages by ids read early: 3 to 5 % faster for one sequence of 4,096, 1 to 2 % slower for 8 of
-// 1,024 or 4 of 8,192. No dependent launch of long sequences: 1 % faster for one of 131,072, but a graph
-// planned for that many would take 1 us more at any length. Splits without tokens that pass through all of
-// the kernel: such a graph takes 7 us at 512 tokens instead of 5.3. In a decode step of a 1B Llama with
-// static_cache: half the ring, by four warps or by tiles of 16 tokens, so that the next linear's CTA fits
-// beside: 4 us a call. The merge's dependents launched after its wait or at its end: 1 to 2 us a layer, the
-// next linear fills its ring too late.
+// What lost:
+// - Clusters of 16: at batch 1 seven of eight find a place, and 131,072 tokens took 153 us. Of 8 at that length:
+//   they gather on half of the GPCs, 198 us where splits take 126. Of 9, one on each GPC: 9 % faster for one
+//   sequence of 4,096, 10 % slower with static_cache, and a GPC may lack a ninth SM.
+// - Twice as many splits by CTAs of four warps, so that no SM is without: 1 % for 131,072.
+// - A contiguous range of tokens for each CTA instead of tiles in turn: no better.
+// - The release of a cluster barrier in place of counted stores, a fence of the whole GPU: 0.3 us.
+// - Four warps on an SM, too few to hide one another: 188 us.
+// - Page ids one tile ahead instead of two: 2 % slower over pages of 16. Three or four ahead, two ahead in a loop
+//   unrolled by two, the first ones before the length is known: no better. Ids of 32 tiles at once, one in each
+//   lane, or by cp.async with the tile two before: 3 % faster for 16 sequences of 4,096, but 3 us slower for one
+//   of 32,768 or more.
+// - Bringing the first tiles to L2 before the wait by default, of pages by ids read early: 3 to 5 % faster for
+//   one sequence of 4,096, 1 to 2 % slower for 8 of 1,024 or 4 of 8,192.
+// - No dependent launch of long sequences: 1 % faster for one of 131,072, but a graph planned for that many
+//   would take 1 us more at any length.
+// - Splits without tokens that pass through all of the kernel: such a graph takes 7 us at 512 tokens, not 5.3.
+// - In a decode step of a 1B Llama with static_cache: half the ring, by four warps or by tiles of 16 tokens, so
+//   that the next linear's CTA fits beside: 4 us a call. The merge's dependents launched after its wait or at
+//   its end: 1 to 2 us a layer, the next linear fills its ring too late.
 #pragma once
 
 #include <type_traits>
