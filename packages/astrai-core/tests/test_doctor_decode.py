@@ -35,6 +35,12 @@ def found() -> list[tuple[str, str | None, bool]]:
     return [(c.demanded, c.chosen, c.error is None) for c in ours]
 
 
+@pytest.mark.usefixtures("kernels")
+def test_what_the_measured_table_prefers_is_checked_once() -> None:
+    assert found() == [("auto", "composed", True)]
+
+
+@pytest.mark.usefixtures("preferred")
 def test_a_step_of_composed_decode(
     kernels: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:

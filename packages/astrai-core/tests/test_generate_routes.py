@@ -36,6 +36,14 @@ def test_on_the_cpu_torch_decodes_the_whole_model(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_on_a_gpu_the_measured_table_decodes_by_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    way, report = route()
+    assert way == "composed"
+    assert capsys.readouterr().out == "through astrai_core.decode: all 2 layers, by composed\n"
+    assert report.rows[0].passed_over["torch"] == "the measured table prefers composed"
+
+
+@pytest.mark.usefixtures("on_gpu", "preferred")
 def test_on_a_gpu_layers_are_routed_where_torch_would_decode(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
