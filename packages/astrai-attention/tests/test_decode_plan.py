@@ -45,7 +45,7 @@ DEVICES = {
 
 def plan(device: Any = H200, **changes: Any) -> dict[str, Any]:
     problem = {"batch": 1, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "max_length": 512}
-    return _attention.plan_decode(**{**problem, **changes}, device=device)
+    return _attention.plan_decode(**{"is_exact": False, **problem, **changes}, device=device)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,23 @@ def test_short_sequences_get_a_cluster(max_length: int, parts: int) -> None:
     found = plan(max_length=max_length)
     assert (found["parts"], found["splits"], found["grid"]) == (parts, 1, 8 * parts)
     assert found["workspace_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "programmatic"),
+    [
+        ({"max_length": 65536, "is_exact": True}, False),
+        ({"max_length": 65536}, True),
+        ({"max_length": 65535, "is_exact": True}, True),
+        # No split: more sequences than CTAs find a place for.
+        ({"max_length": 65536, "is_exact": True, "batch": 64}, True),
+    ],
+)
+def test_long_sequences_whose_lengths_are_known_follow_the_kernel_before(
+    changes: dict[str, Any], programmatic: bool
+) -> None:
+    assert plan(**changes)["programmatic"] is programmatic
+    assert plan(A100, **changes)["programmatic"] is False
 
 
 def test_long_sequences_get_the_whole_gpu() -> None:

@@ -44,6 +44,7 @@ def plan(q: Tensor, k: Tensor) -> dict[str, Any]:
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
         max_length=k.shape[1],
+        is_exact=True,
         device=_attention.device_info(0),
     )
 

@@ -41,8 +41,8 @@
 //   of 32,768 or more.
 // - Bringing the first tiles to L2 before the wait by default, of pages by ids read early: 3 to 5 % faster for
 //   one sequence of 4,096, 1 to 2 % slower for 8 of 1,024 or 4 of 8,192.
-// - No dependent launch of long sequences: 1 % faster for one of 131,072, but a graph planned for that many
-//   would take 1 us more at any length.
+// - No dependent launch of long sequences over pages: 1 % faster for one of 131,072, but a graph planned for
+//   that many would take 1 us more at any length.
 // - Splits without tokens that pass through all of the kernel: such a graph takes 7 us at 512 tokens, not 5.3.
 // - In a decode step of a 1B Llama with static_cache: half the ring, by four warps or by tiles of 16 tokens, so
 //   that the next linear's CTA fits beside: 4 us a call. The merge's dependents launched after its wait or at
@@ -206,16 +206,41 @@ __device__ __forceinline__ float weight_of(float mine, float overall) {
   return overall == kMinusInfinity ? 0.0f : exp2_fast(mine - overall);
 }
 
+// Maximum and sum of kCount parts; `stat(i)` is that of part i, and (-inf, 0) of one that is not there.
 template <int kCount, class Stat>
-__device__ __forceinline__ float2 merged_stats(int count, const Stat& stat) {
+__device__ __forceinline__ float2 merged_stats(const Stat& stat) {
   float most = kMinusInfinity, sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (i < count) most = fmaxf(most, stat(i).x);
+  for (int i = 0; i < kCount; ++i) most = fmaxf(most, stat(i).x);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (i < count) sum += stat(i).y * weight_of(stat(i).x, most);
+  for (int i = 0; i < kCount; ++i) sum += stat(i).y * weight_of(stat(i).x, most);
   return make_float2(most, sum);
+}
+
+// The same for a quad of outputs, which stays apart from them. Loads of parts that are not there are predicated,
+// and their weights 0: branches would make each part wait for the one before.
+template <int kCount, class Stat, class Part>
+__device__ __forceinline__ float2 merged_parts(int count, const Stat& stat, const Part& part,
+                                               float4& sum) {
+  float2 stats[kCount];
+  float4 parts[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool is_there = i < count;
+    stats[i] = is_there ? stat(i) : make_float2(kMinusInfinity, 0.0f);
+    parts[i] = is_there ? part(i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  const float2 all = merged_stats<kCount>([&](int i) { return stats[i]; });
+  sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float weight = weight_of(stats[i].x, all.x);
+    sum.x += weight * parts[i].x;
+    sum.y += weight * parts[i].y;
+    sum.z += weight * parts[i].z;
+    sum.w += weight * parts[i].w;
+  }
+  return all;
 }
 
 // Adds a part to what is merged so far.
@@ -262,52 +287,61 @@ __device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch
   copy(p.kv.v, p.fresh.v + batch * p.fresh.v_stride.batch + head * p.fresh.v_stride.head);
 }
 
-// A quad of outputs of the splits of `block` below `splits`, added in order. `part` and `stat` are split 0's.
+// A quad of outputs of up to kBlockSplits splits. `part` and `stat` are the first one's.
 template <int kHeadDim>
-__device__ __forceinline__ void add_block(const float* part, const float2* stat, int block,
-                                          int splits, float2& all, float4& sum) {
-  all = make_float2(kMinusInfinity, 0.0f);
-  sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  float4 some[kBlockSplits];
-  float2 mine[kBlockSplits];
-#pragma unroll
-  for (int i = 0; i < kBlockSplits; ++i) {
-    const int split = block * kBlockSplits + i;
-    mine[i] = all;
-    some[i] = sum;
-    if (split < splits) {
-      mine[i] = __ldcg(stat + split * kDecodeHeads);
-      some[i] =
-          __ldcg(reinterpret_cast<const float4*>(part + int64_t{split} * kDecodeHeads * kHeadDim));
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kBlockSplits; ++i) add_part(all, sum, mine[i], some[i]);
+__device__ __forceinline__ float2 merged_block(const float* part, const float2* stat, int splits,
+                                               float4& sum) {
+  return merged_parts<kBlockSplits>(
+      splits, [&](int i) { return __ldcg(stat + i * kDecodeHeads); },
+      [&](int i) {
+        return __ldcg(reinterpret_cast<const float4*>(part + i * kDecodeHeads * kHeadDim));
+      },
+      sum);
 }
 
-// Merges the first `splits` splits of a unit, which are those with tokens. `smem` holds sums of blocks.
+// What a thread adds of a unit: a quad of a block of splits, item i of blocks * quads.
+template <int kHeadDim>
+struct SplitItem {
+  int block, quad;
+  const float* part;
+  const float2* stat;
+
+  template <class Kv>
+  __device__ __forceinline__ SplitItem(const DecodeParams<Kv>& p, int unit, int i, int quads)
+      : block(i / quads), quad(i - block * quads) {
+    const int64_t at =
+        (int64_t{unit} * p.splits + block * kBlockSplits) * kDecodeHeads + quad / (kHeadDim / 4);
+    part = p.sums + at * kHeadDim + quad % (kHeadDim / 4) * 4;
+    stat = p.stats + at;
+  }
+
+  // Has the compiler compute it here, and not where it is used.
+  __device__ __forceinline__ void pin() {
+    asm volatile("" : "+r"(block), "+r"(quad), "+l"(part), "+l"(stat));
+  }
+};
+
+// Merges the first `splits` splits of a unit, which are those with tokens. `item` is number threadIdx.x; `smem`
+// holds sums of blocks.
 template <int kHeadDim, int kThreads, class Kv, class Store>
 __device__ __forceinline__ void merge_splits(const DecodeParams<Kv>& p, int unit, int splits,
-                                             int quads, char* smem, const Store& store_quad) {
+                                             int quads, SplitItem<kHeadDim> item, char* smem,
+                                             const Store& store_quad) {
   const int blocks = (splits + kBlockSplits - 1) / kBlockSplits;
   auto* const sums = reinterpret_cast<float4*>(smem);
   auto* const stats = reinterpret_cast<float2*>(sums + blocks * quads);
-  const int64_t at = int64_t{unit} * p.splits * kDecodeHeads;
-  for (int i = threadIdx.x; i < blocks * quads; i += kThreads) {
-    const int block = i / quads;
-    const int quad = i - block * quads;
-    const int h = quad / (kHeadDim / 4);
-    const int d = quad % (kHeadDim / 4) * 4;
+  for (int i = threadIdx.x; i < blocks * quads;) {
     float4 sum;
-    float2 all;
-    add_block<kHeadDim>(p.sums + (at + h) * kHeadDim + d, p.stats + at + h, block, splits, all,
-                        sum);
+    const float2 all =
+        merged_block<kHeadDim>(item.part, item.stat, splits - item.block * kBlockSplits, sum);
     if (blocks == 1) {
-      store_quad(h, d, sum, all);
+      store_quad(item.quad / (kHeadDim / 4), item.quad % (kHeadDim / 4) * 4, sum, all);
     } else {
       sums[i] = sum;
       stats[i] = all;
     }
+    i += kThreads;
+    if (i < blocks * quads) item = SplitItem<kHeadDim>(p, unit, i, quads);
   }
   if (blocks == 1) return;
   __syncthreads();
@@ -366,6 +400,9 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
                  p.parts * (mine * int{sizeof(float4)} + kDecodeHeads * int{sizeof(float2)}));
     cluster_arrive();
   }
+  // Before the wait there is time for it.
+  SplitItem<kHeadDim> item(p, unit, threadIdx.x, quads);
+  item.pin();
   const bool early = Loader::kPaged && p.static_cache;
   if (!early) pdl_wait();
 
@@ -429,19 +466,14 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
     for (int quad = threadIdx.x; quad < quads; quad += kWarps * 32) {
       const int h = quad / (kHeadDim / 4);
       const int d = quad % (kHeadDim / 4) * 4;
-      const float2 cta =
-          merged_stats<kWarps>(kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; });
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const float weight = weight_of(merge.stats[w * kDecodeHeads + h].x, cta.x);
-        const float4 part = *reinterpret_cast<const float4*>(
-            merge.sums + (w * kDecodeHeads + h) * Merge<kHeadDim, kWarps>::kPitch + d);
-        sum.x += weight * part.x;
-        sum.y += weight * part.y;
-        sum.z += weight * part.z;
-        sum.w += weight * part.w;
-      }
+      float4 sum;
+      const float2 cta = merged_parts<kWarps>(
+          kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; },
+          [&](int w) {
+            return *reinterpret_cast<const float4*>(
+                merge.sums + (w * kDecodeHeads + h) * Merge<kHeadDim, kWarps>::kPitch + d);
+          },
+          sum);
       if (used > 1) {
         float* place = p.sums + (blockIdx.x * kDecodeHeads + h) * int64_t{kHeadDim} + d;
         *reinterpret_cast<float4*>(place) = sum;
@@ -452,10 +484,11 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
         store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, cta);
       }
     }
-    for (int i = threadIdx.x; i < p.parts * kDecodeHeads; i += kWarps * 32) {
+    // From the last thread on: the first ones may have a quad above.
+    for (int i = kWarps * 32 - 1 - threadIdx.x; i < p.parts * kDecodeHeads; i += kWarps * 32) {
       const int h = i % kDecodeHeads;
       const float2 cta =
-          merged_stats<kWarps>(kWarps, [&](int w) { return merge.stats[w * kDecodeHeads + h]; });
+          merged_stats<kWarps>([&](int w) { return merge.stats[w * kDecodeHeads + h]; });
       if (used > 1)
         p.stats[int64_t{blockIdx.x} * kDecodeHeads + h] = cta;
       else if (p.parts > 1)
@@ -467,7 +500,7 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
     auto* const flag = reinterpret_cast<int*>(smem + merge.kBarrierAt);
     if (!inside || !comes_last(p.arrivals + unit, p.splits, flag) || used == 1) return;
     merge_splits<kHeadDim, kWarps * 32>(
-        p, unit, used, quads, smem, [&](int h, int d, float4 sum, float2 all) {
+        p, unit, used, quads, item, smem, [&](int h, int d, float4 sum, float2 all) {
           store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, all);
         });
     return;
@@ -478,19 +511,11 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
     const int quad = i * p.parts + rank;
     const int h = quad / (kHeadDim / 4);
     const int d = quad % (kHeadDim / 4) * 4;
-    const float2 all = merged_stats<kDecodeMaxParts>(
-        p.parts, [&](int r) { return merge.in_stats[r * kDecodeHeads + h]; });
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int r = 0; r < kDecodeMaxParts; ++r) {
-      if (r >= p.parts) break;
-      const float weight = weight_of(merge.in_stats[r * kDecodeHeads + h].x, all.x);
-      const float4 part = *reinterpret_cast<const float4*>(merge.inbox + (r * share + i) * 4);
-      sum.x += weight * part.x;
-      sum.y += weight * part.y;
-      sum.z += weight * part.z;
-      sum.w += weight * part.w;
-    }
+    float4 sum;
+    const float2 all = merged_parts<kDecodeMaxParts>(
+        p.parts, [&](int r) { return merge.in_stats[r * kDecodeHeads + h]; },
+        [&](int r) { return *reinterpret_cast<const float4*>(merge.inbox + (r * share + i) * 4); },
+        sum);
     store<kHeadDim>(p, batch, head * p.group + first_head + h, d, sum, all);
   }
 }
@@ -529,16 +554,17 @@ __global__ void __launch_bounds__(kMergeThreads<kHeadDim>)
   const int h = in_group % kDecodeHeads;
   const int quad = threadIdx.x % kQuads;
   const int time = threadIdx.x / kQuads;
-  const float* part = p.sums + (int64_t{unit} * p.splits * kDecodeHeads + h) * kHeadDim + quad * 4;
-  const float2* stat = p.stats + int64_t{unit} * p.splits * kDecodeHeads + h;
+  const int64_t at = int64_t{unit} * p.splits * kDecodeHeads + h;
   pdl_wait();
 
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float2 all = make_float2(kMinusInfinity, 0.0f);
   for (int block = time; block * kBlockSplits < p.splits; block += kTimes) {
+    const int first = block * kBlockSplits;
+    const int64_t from = at + int64_t{first} * kDecodeHeads;
     float4 some;
-    float2 mine;
-    add_block<kHeadDim>(part, stat, block, p.splits, mine, some);
+    const float2 mine = merged_block<kHeadDim>(p.sums + from * kHeadDim + quad * 4, p.stats + from,
+                                               p.splits - first, some);
     add_part(all, sum, mine, some);
   }
   sums[time][quad] = sum;

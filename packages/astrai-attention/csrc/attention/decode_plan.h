@@ -96,6 +96,7 @@ struct DecodeProblem {
   int64_t q_heads, kv_heads;
   int64_t head_dim;
   int64_t max_length;  // of the sequences, now and in any replay of a graph of the launch
+  bool is_exact;       // that is their length
 };
 
 struct DecodePlan {

@@ -88,7 +88,7 @@ struct Results {
 // What both ops do once the operands are checked.
 template <class Params>
 py::object run(Params& params, py::handle q_, const TensorView& q, const Queries& shape,
-               int64_t kv_heads, int64_t max_length, const Results& given) {
+               int64_t kv_heads, int64_t max_length, bool is_exact, const Results& given) {
   const TorchExchange& torch = TorchExchange::get();
   const py::object result =
       given.out ? py::reinterpret_borrow<py::object>(given.out_) : torch.empty_like(q_);
@@ -98,8 +98,8 @@ py::object run(Params& params, py::handle q_, const TensorView& q, const Queries
   const TensorView out = given.out ? *given.out : torch.view("out", result);
 
   const int device = q.device_index();
-  const attention::DecodeProblem problem{shape.batch, shape.heads, kv_heads, shape.head_dim,
-                                         max_length};
+  const attention::DecodeProblem problem{shape.batch,    shape.heads, kv_heads,
+                                         shape.head_dim, max_length,  is_exact};
   const attention::DecodePlan plan =
       attention::plan_decode(problem, attention::device_info(device));
   params.q = q.data<Bf16>();
@@ -157,7 +157,7 @@ py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle m
   astrai::expect_one_gpu(q, {&k, &v, astrai::address(mask), out, lse, workspace});
   params.kv = {k.data<Bf16>(), v.data<Bf16>(), k.stride(0),
                k.stride(1),    k.stride(2),    static_cast<int>(k.size(1))};
-  return run(params, q_, q, shape, k.size(2), k.size(1), given);
+  return run(params, q_, q, shape, k.size(2), k.size(1), /*is_exact=*/true, given);
 }
 
 py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::handle table_,
@@ -238,7 +238,8 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
   params.kv = {k.data<Bf16>(),   v.data<Bf16>(),    k.stride(0),     k.stride(1),
                k.stride(2),      table.data<int>(), table.stride(0), lengths.data<int>(),
                /*ragged=*/false, page_shift};
-  py::object made = run(params, q_, q, shape, kv_heads, table.size(1) * page_size, given);
+  py::object made =
+      run(params, q_, q, shape, kv_heads, table.size(1) * page_size, /*is_exact=*/false, given);
   if (new_k) {
     torch.mark_written(k_);
     torch.mark_written(v_);
@@ -247,9 +248,9 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
 }
 
 py::dict plan_decode(int64_t batch, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
-                     int64_t max_length, const astrai::DeviceInfo& device) {
+                     int64_t max_length, bool is_exact, const astrai::DeviceInfo& device) {
   const attention::DecodePlan plan =
-      attention::plan_decode({batch, q_heads, kv_heads, head_dim, max_length}, device);
+      attention::plan_decode({batch, q_heads, kv_heads, head_dim, max_length, is_exact}, device);
   py::dict result;
   result["body"] = attention::kBody;
   result["head_groups"] = plan.head_groups;
@@ -269,7 +270,8 @@ py::dict plan_decode(int64_t batch, int64_t q_heads, int64_t kv_heads, int64_t h
 
 void bind_decode(py::module_& m) {
   m.def("plan_decode", &plan_decode, py::kw_only(), py::arg("batch"), py::arg("q_heads"),
-        py::arg("kv_heads"), py::arg("head_dim"), py::arg("max_length"), py::arg("device"));
+        py::arg("kv_heads"), py::arg("head_dim"), py::arg("max_length"), py::arg("is_exact"),
+        py::arg("device"));
   m.def("arrivals_held", &attention::arrivals_held, py::arg("device"));
   m.def("attn_decode", &attn_decode, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("mask"),
         py::arg("scale"), py::arg("return_lse"), py::arg("out"), py::arg("lse"),

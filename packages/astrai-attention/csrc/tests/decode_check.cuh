@@ -18,7 +18,8 @@ void decode(const DecodeShape& s, astrai::attention::DecodeParams<Kv> params, cu
   using namespace astrai::attention;
   static void* workspace = nullptr;
   static int64_t held = 0;
-  const DecodeProblem problem{s.batch, s.q_heads, s.kv_heads, s.head_dim, s.length};
+  const DecodeProblem problem{s.batch,    s.q_heads, s.kv_heads,
+                              s.head_dim, s.length,  /*is_exact=*/false};
   const DecodePlan plan = plan_decode(problem, device_info(0));
   if (plan.workspace_bytes > held) {
     cudaFree(workspace);

@@ -38,6 +38,7 @@ def plan_decode(
     kv_heads: int,
     head_dim: int,
     max_length: int,
+    is_exact: bool,
     device: DeviceInfo,
 ) -> dict[str, int | bool | str]: ...
 def arrivals_held(device: int) -> int: ...

@@ -277,6 +277,7 @@ def decode_workspace_size(
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_length=max_length,
+        is_exact=False,  # no matter for the workspace
         device=native.device_info(device) if isinstance(device, int) else device,
     )
     return int(found["workspace_bytes"])
