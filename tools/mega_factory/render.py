@@ -88,7 +88,7 @@ def spec_json(spec: MegaSpec) -> dict[str, Any]:
     `baselines` is null while nothing was measured; what verify measured goes before what the text
     claims, since the fixtures are the bundle's.
     """
-    figures = spec.measured or spec.claimed
+    figures = spec.measured or spec.claims
     return {
         "name": spec.name,
         "hash": spec.hash(),
@@ -115,12 +115,13 @@ def _rows(figures: Figures | None) -> dict[str, str]:
     if figures is None:
         return {}
     graph = "capture fails" if figures.graph_us is None else f"{figures.graph_us:g} us"
+    busy, agree = figures.busy_us, figures.paged_error
     return {
         "kernels per step of the reference": str(figures.kernels),
         "eager time of the reference": f"{figures.eager_us:g} us",
-        "of that, GPU busy": f"{figures.busy_us:g} us",
+        "of that, GPU busy": "" if busy is None else f"{busy:g} us",
         "CUDA graph of the reference": graph,
-        "paged against contiguous": f"{figures.paged_error:g}",
+        "paged against contiguous": "" if agree is None else f"{agree:g}",
         **{f"error of {name}": f"{error:.3g}" for name, error in figures.errors.items()},
         **{f"error of {name}": f"{error:.3g}" for name, error in figures.drops.items()},
     }
@@ -130,7 +131,7 @@ def figures_md(spec: MegaSpec) -> str:
     """Every measured figure with the place of its measurement, claims beside ours."""
     columns = {
         figures.measured_on: _rows(figures)
-        for figures in (spec.claimed, spec.measured)
+        for figures in (spec.claims, spec.measured)
         if figures is not None
     }
     if not columns:
@@ -142,7 +143,7 @@ def figures_md(spec: MegaSpec) -> str:
         for name in names
     ]
     text = "\n".join(lines)
-    if spec.claimed is None:
+    if spec.claims is None:
         return text
     if spec.measured is None:
         return f"{text}\n\nNot yet measured with the fixtures of this bundle."

@@ -17,6 +17,11 @@ Kind = Literal["paged", "contiguous"]
 BANDWIDTHS = {"h200": 4.8}
 MEASURED = Path(__file__).parent / "measured"
 
+# Names in `twins.DROPS` of features that every task of a kind has.
+DROPPED: dict[Kind, list[str]] = {
+    "paged": ["never_append", "ignore_table"],
+    "contiguous": ["never_append"],
+}
 # Seeds of weights, cache and tokens that `verify` runs for every error.
 VERIFY_SEEDS = 2
 UNMEASURED = "not yet measured"
@@ -44,24 +49,25 @@ class Figures:
         measured_on: where, such as the name of a GPU.
         kernels: that the reference launches per step.
         eager_us: microseconds of a step of the reference.
-        busy_us: the part of it in which the GPU is busy.
+        busy_us: the part of it in which the GPU is busy; None if a claim does not say.
         graph_us: microseconds of its CUDA graph; None if it cannot be captured.
         errors: worst relative error of each independent implementation, by the names of
             `twins.CORRECT`.
         drops: the same of implementations that lack a feature, by the names of `twins.DROPS`.
-        paged_error: relative error between the paged and the contiguous reference.
-        steps: in a row, of each implementation.
-        seeds: of weights, cache and tokens.
+        paged_error: relative error between the paged and the contiguous reference; None if a
+            claim does not say.
+        steps: in a row, of each implementation; 0 if a claim does not say.
+        seeds: of weights, cache and tokens; 0 if a claim does not say.
     """
 
     measured_on: str
     kernels: int
     eager_us: float
-    busy_us: float
+    busy_us: float | None
     graph_us: float | None
     errors: dict[str, float]
     drops: dict[str, float]
-    paged_error: float
+    paged_error: float | None
     steps: int
     seeds: int
 
@@ -226,7 +232,8 @@ class MegaSpec:
         max_seq: capacity of the cache per sequence, in tokens.
         decode_steps: steps of one run.
         tol: the largest relative error of logits that passes.
-        drops: names in `twins.DROPS` that the tolerance must tell from correct.
+        drops: names in `twins.DROPS` that the tolerance must tell from correct; None for those of
+            DROPPED.
         arg_doc: arguments of `build_model`, as in the docstring of the solution's template.
         spec_md: what is computed, in Markdown; so are the other texts.
         contract_md: a table of the arguments, the result, what may be written.
@@ -235,7 +242,8 @@ class MegaSpec:
         perf_md: floor, baselines and advice.
         regime_md: sizes in one paragraph.
         gpu: that figures, floor and baselines are for, a key of BANDWIDTHS.
-        claimed: figures that the texts state; None if they state those of `measured`.
+        claimed: figures that the texts state; None if they state those of `measured` or, without
+            these, if `claims.stated` reads them from the fields and texts.
         measured: figures that `verify` measured; None while it has not run.
         cpu: figures that `verify` measured on a CPU: only their errors say something of the task.
     """
@@ -252,7 +260,6 @@ class MegaSpec:
     max_seq: int
     decode_steps: int
     tol: float
-    drops: list[str]
     arg_doc: str
     spec_md: str
     contract_md: str
@@ -260,7 +267,8 @@ class MegaSpec:
     correctness_md: str
     perf_md: Perf
     regime_md: str
-    measured: Figures | None
+    drops: list[str] | None = None
+    measured: Figures | None = None
     cpu: Figures | None = None
     claimed: Figures | None = None
     prefill_lens: list[int] | None = None
@@ -282,9 +290,21 @@ class MegaSpec:
         return self.prefill_lens or [self.prefill_len] * self.batch
 
     @property
+    def dropped(self) -> list[str]:
+        """Names in `twins.DROPS` that the tolerance must tell from correct."""
+        return DROPPED[self.kind] if self.drops is None else self.drops
+
+    @property
+    def claims(self) -> Figures | None:
+        """Figures that the texts state and nothing here measured; None if there are none."""
+        from mega_factory.claims import stated
+
+        return self.claimed or (stated(self) if self.measured is None else None)
+
+    @property
     def figures(self) -> Figures | None:
         """The figures that the texts state."""
-        return self.claimed or self.measured
+        return self.claims or self.measured
 
     @property
     def pages_per_seq(self) -> int:
@@ -314,7 +334,7 @@ class MegaSpec:
 
     @property
     def note(self) -> str | None:
-        """What the tolerance lacks; None if it was measured on a GPU."""
+        """What the tolerance lacks; None if it was measured on a GPU, or is claimed."""
         if self.figures is not None:
             return None
         if self.cpu is None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from mega_factory import contract
+from mega_factory.claims import NUMBER, table_of
 from mega_factory.spec import BANDWIDTHS, TINY_STEPS, Figures, MegaSpec
 from mega_factory.twins import CORRECT, DROPS
 
@@ -24,8 +25,6 @@ FUNCTIONS = ("make_weights", "make_kv_cache", "build_model", "decode_step")
 # other tokens, more tests little. And the error of the closest wrong one over the tolerance.
 FLOOR_MARGIN = (2, 4)
 DROP_MARGIN = 1.5
-
-NUMBER = r"(\d+(?:\.\d+)?(?:e-?\d+)?)"
 
 
 def violations(spec: MegaSpec) -> list[str]:
@@ -62,9 +61,9 @@ def _identity(spec: MegaSpec) -> Iterator[str]:
         yield f"keywords: expected megakernel among them, each once, got {spec.keywords}"
     if spec.gpu not in BANDWIDTHS:
         yield f"gpu: expected one of {', '.join(BANDWIDTHS)}, got {spec.gpu}"
-    if unknown := set(spec.drops) - set(DROPS):
+    if unknown := set(spec.dropped) - set(DROPS):
         yield f"drops: expected names of {', '.join(DROPS)}, got {', '.join(sorted(unknown))}"
-    if not spec.drops:
+    if not spec.dropped:
         yield "drops: expected at least one, got none"
 
 
@@ -177,7 +176,9 @@ def _stated_figures(spec: MegaSpec) -> dict[str, set[float]]:
     if figures is None or not figures.floor:
         return {}
     drops = {name: _two_digits(error) for name, error in figures.drops.items()}
-    errors = {*drops.values(), _two_digits(figures.floor), figures.paged_error}
+    errors = {*drops.values(), _two_digits(figures.floor)}
+    if figures.paged_error is not None:
+        errors.add(figures.paged_error)
     times = {float(round(error / spec.tol)) for error in drops.values()}
     wanted: dict[str, set[float]] = {
         r"NUMBER consecutive": {figures.steps},
@@ -277,8 +278,9 @@ def _figures(spec: MegaSpec) -> Iterator[str]:
 
 def _errors(spec: MegaSpec) -> Iterator[str]:
     """Violations where the table of errors in precision_md has others than the figures."""
-    cells = re.findall(rf"^\|.*\| \**{NUMBER}\** \|$", spec.precision_md, re.MULTILINE)
-    found = sorted(float(cell) for cell in cells)
+    right, wrong = table_of(spec.precision_md)
+    gate = re.findall(rf"\(the gate\)\** \| \**{NUMBER}", spec.precision_md)
+    found = sorted([*right, *map(float, gate), *wrong])
     figures = spec.figures or spec.cpu
     errors = [] if figures is None else [*figures.errors.values(), *figures.drops.values()]
     wanted = sorted([*errors, spec.tol])
@@ -292,7 +294,7 @@ def _tolerance(spec: MegaSpec) -> Iterator[str]:
     if not tols or {float(tol) for tol in tols} != {spec.tol}:
         yield f"precision_md: expected it to state tol, {spec.tol:g}, got {', '.join(tols)}"
     yield from _errors(spec)
-    sources = {"claimed": spec.claimed, "measured": spec.measured, "on a CPU": spec.cpu}
+    sources = {"claimed": spec.claims, "measured": spec.measured, "on a CPU": spec.cpu}
     for what, figures in sources.items():
         if figures is not None:
             yield from (f"tol: {what}: {text}" for text in _margins(spec, figures))
@@ -301,7 +303,7 @@ def _tolerance(spec: MegaSpec) -> Iterator[str]:
 def _margins(spec: MegaSpec, figures: Figures) -> Iterator[str]:
     for field, names, wanted in (
         ("errors", figures.errors, CORRECT),
-        ("drops", figures.drops, spec.drops),
+        ("drops", figures.drops, spec.dropped),
     ):
         if missing := _absent(wanted, names):
             yield f"expected {field} of {missing}, got none"
@@ -311,7 +313,7 @@ def _margins(spec: MegaSpec, figures: Figures) -> Iterator[str]:
             f"expected {low:.3g} to {high:.3g}, {FLOOR_MARGIN[0]} to {FLOOR_MARGIN[1]} times the"
             f" error {figures.floor:g} of a correct implementation, got {spec.tol:g}"
         )
-    for name in spec.drops:
+    for name in spec.dropped:
         if figures.drops.get(name, math.inf) < DROP_MARGIN * spec.tol:
             yield (
                 f"expected at most {figures.drops[name] / DROP_MARGIN:.3g}, so that {name} with"

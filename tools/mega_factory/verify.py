@@ -190,7 +190,7 @@ def measure(
             raise ValueError(f"steps: expected {WARM_UP} to {scale.decode_steps}, got {steps}")
         scale = dataclasses.replace(scale, decode_steps=steps)
     errors = [
-        errors_of(Fixture(spec, scale, seed, device, spec.kind), spec.drops)
+        errors_of(Fixture(spec, scale, seed, device, spec.kind), spec.dropped)
         for seed in range(VERIFY_SEEDS)
     ]
     worst = {name: max(found[name] for found in errors) for name in errors[0]}
@@ -211,7 +211,7 @@ def measure(
         "graph_us": None if graph is None else round(graph, 1),
         "graph_error": reason,
         "errors": rounded({name: worst[name] for name in CORRECT}),
-        "drops": rounded({name: worst[name] for name in spec.drops}),
+        "drops": rounded({name: worst[name] for name in spec.dropped}),
         "paged_error": equal,
         "floor_us": round(spec.floor_us, 1) if scale_name == "full" else None,
         "steps": scale.decode_steps,

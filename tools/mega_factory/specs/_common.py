@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mega_factory.spec import UNMEASURED, Cfg, Figures, Traffic
+from mega_factory.spec import UNMEASURED, Cfg, Figures, Perf, Traffic
 from mega_factory.twins import CORRECT, DROPS
 
 LLAMA_1B: Cfg = {
@@ -35,6 +35,10 @@ PRECISION_MD = """The reference rounds to bf16 after every projection, norm, rot
 sum, and to bf16 scores; RMSNorm, rotation and softmax compute in fp32 (half-split rotary pairs: `i`
 with `i + hd/2`). You need not round where it does: accumulate in fp32, keep the residual stream in
 bf16 or fp32. Weights and cache are bf16, and the cache stays so."""
+
+
+# The performance section of a task, by the name that task files know it by.
+perf_md = Perf
 
 
 def sci(value: float) -> str:

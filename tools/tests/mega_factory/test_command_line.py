@@ -81,7 +81,7 @@ def test_what_the_texts_state_is_compared_though_it_was_measured_here():
     measured = dataclasses.asdict(claimed) | {"scale": "tiny", "graph_error": "-", "floor_us": 1}
     known = dataclasses.replace(spec, claimed=None, measured=claimed)
     assert ("kernels", "772", "772") in list(comparison(known, measured))
-    unknown = dataclasses.replace(spec, claimed=None, measured=None)
+    unknown = dataclasses.replace(spec, unfused_kernels=None, measured=None)
     assert ("kernels", "-", "772") in list(comparison(unknown, measured))
 
 

@@ -102,7 +102,8 @@ def test_figures_name_where_they_were_measured():
     assert "| CUDA graph of the reference | capture fails | capture fails |" in both
     ours = dataclasses.replace(DOCUMENT, claimed=None, measured=figures)
     assert figures_md(ours).startswith("| what | NVIDIA H200 |\n")
-    none = dataclasses.replace(ours, measured=None)
+    times = dataclasses.replace(DOCUMENT.perf_md, eager_us=None, graph_us=None)
+    none = dataclasses.replace(ours, measured=None, unfused_kernels=None, perf_md=times)
     assert figures_md(none) == "None: the tolerance is not yet backed by any measurement."
     assert spec_json(none)["baselines"] is None
     assert spec_json(ours)["baselines"] == {"eager_us": 10764, "busy_us": 6296, "graph_us": None}
