@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from mega_factory import contract
 from mega_factory.claims import NUMBER, table_of
+from mega_factory.mistyped import fits, mistyped
 from mega_factory.spec import BANDWIDTHS, TINY_STEPS, Figures, MegaSpec
 from mega_factory.twins import CORRECT, DROPS
 
+Check = Callable[[MegaSpec], Iterator[str]]
+
+# What shapes, traffic and pages are computed from.
+SIZES = {"cfg", "batch", "prefill_len", "prefill_lens", "max_seq", "decode_steps"}
 CFG_COUNTS = ("layers", "d", "ffn", "n_q", "n_kv", "hd", "vocab")
 CFG_KEYS = {*CFG_COUNTS, "eps", "theta", "wdtype"}
 CFG_OPTIONAL = {"page_size", "tied"}
@@ -29,13 +34,43 @@ DROP_MARGIN = 1.5
 
 def violations(spec: MegaSpec) -> list[str]:
     """What is wrong with a spec, a sentence each: field, what was expected and what came."""
-    checks = [_identity, _cfg, _lengths, _empty, _model, contract.in_template]
-    if _is_sized(spec):
-        checks += [_pages, contract.violations]
-        if spec.gpu in BANDWIDTHS:
-            checks += [_regime, _floor, _stated, _figures]
-    checks.append(_tolerance)
-    return [violation for check in checks for violation in check(spec)]
+    wrong = dict(_unusable(spec))
+    return [
+        *wrong.values(),
+        *(text for read, check in _checks(spec, set(wrong)) if not read & wrong.keys()
+          for text in check(spec)),
+    ]  # fmt: skip
+
+
+def _unusable(spec: MegaSpec) -> Iterator[tuple[str, str]]:
+    """Field and violation where no check that reads the field can run."""
+    yield from mistyped(spec)
+    if fits(spec.tol, float) and spec.tol <= 0:
+        yield "tol", f"tol: expected a positive number, got {spec.tol}"
+
+
+def _checks(spec: MegaSpec, wrong: set[str]) -> list[tuple[set[str], Check]]:
+    """Each check that applies, with the fields that it reads and does not test itself."""
+    figures = {"cfg", "tol", "drops", "claimed", "measured", "cpu"}
+    if spec.claimed is None and spec.measured is None:
+        figures |= {"unfused_kernels", "perf_md", "precision_md"}
+    checks: list[tuple[set[str], Check]] = [
+        ({"name"}, _name), ({"keywords"}, _keywords), ({"gpu"}, _gpu), ({"cfg", "drops"}, _drops),
+        ({"cfg"}, _cfg), (set(), _counts), ({"batch", "prefill_len", "prefill_lens"}, _ragged),
+        ({"prefill_len", "decode_steps", "max_seq"}, _room), (set(), _empty),
+        ({"cfg", "model_src"}, _model), ({"cfg", "arg_doc"}, contract.in_template),
+    ]  # fmt: skip
+    if not SIZES & wrong and _is_sized(spec):
+        checks += [({"spec_md"}, _pages), ({"contract_md"}, contract.violations)]
+        if "gpu" not in wrong and spec.gpu in BANDWIDTHS:
+            checks += [
+                ({"regime_md"}, _regime), ({"perf_md"}, _floor), (figures | {"perf_md"}, _stated),
+                (figures | {"perf_md", "unfused_kernels"}, _figures),
+            ]  # fmt: skip
+    return [
+        *checks, ({"tol", "correctness_md"}, _gate), ({"tol", "precision_md"}, _tol),
+        (figures | {"precision_md"}, _errors), (figures, _sources),
+    ]  # fmt: skip
 
 
 def _is_count(value: object) -> bool:
@@ -54,13 +89,22 @@ def _expect(field: str, expected: object, got: object) -> Iterator[str]:
         yield f"{field}: expected {expected}, got {got}"
 
 
-def _identity(spec: MegaSpec) -> Iterator[str]:
+def _name(spec: MegaSpec) -> Iterator[str]:
     if not re.fullmatch(r"megakernel(-[a-z0-9]+)+", spec.name):
         yield f"name: expected megakernel-..., of lower case, digits and hyphens, got {spec.name!r}"
+
+
+def _keywords(spec: MegaSpec) -> Iterator[str]:
     if "megakernel" not in spec.keywords or len(set(spec.keywords)) < len(spec.keywords):
         yield f"keywords: expected megakernel among them, each once, got {spec.keywords}"
+
+
+def _gpu(spec: MegaSpec) -> Iterator[str]:
     if spec.gpu not in BANDWIDTHS:
         yield f"gpu: expected one of {', '.join(BANDWIDTHS)}, got {spec.gpu}"
+
+
+def _drops(spec: MegaSpec) -> Iterator[str]:
     if unknown := set(spec.dropped) - set(DROPS):
         yield f"drops: expected names of {', '.join(DROPS)}, got {', '.join(sorted(unknown))}"
     if not spec.dropped:
@@ -85,15 +129,23 @@ def _cfg(spec: MegaSpec) -> Iterator[str]:
         yield f"cfg['hd']: expected an even number, rotated by pairs, got {hd}"
     if "wdtype" in cfg:
         yield from _expect("cfg['wdtype']", "bf16", cfg["wdtype"])
+    for key in ("eps", "theta"):
+        if key in cfg and not (fits(cfg[key], float) and cfg[key] > 0):
+            yield f"cfg[{key!r}]: expected a positive number, got {cfg[key]!r}"
+    if "tied" in cfg and not isinstance(cfg["tied"], bool):
+        yield f"cfg['tied']: expected a bool, got {cfg['tied']!r}"
 
 
-def _lengths(spec: MegaSpec) -> Iterator[str]:
+def _counts(spec: MegaSpec) -> Iterator[str]:
     counts = {"batch": spec.batch, "prefill_len": spec.prefill_len, "max_seq": spec.max_seq}
     for field, value in counts.items():
-        if value < 1:
+        if fits(value, int) and value < 1:
             yield f"{field}: expected a positive int, got {value}"
-    if spec.decode_steps < TINY_STEPS:
+    if fits(spec.decode_steps, int) and spec.decode_steps < TINY_STEPS:
         yield f"decode_steps: expected at least {TINY_STEPS}, got {spec.decode_steps}"
+
+
+def _ragged(spec: MegaSpec) -> Iterator[str]:
     if spec.prefill_lens is not None:
         lens = spec.prefill_lens
         most = max(lens, default=0)
@@ -103,6 +155,9 @@ def _lengths(spec: MegaSpec) -> Iterator[str]:
             yield f"prefill_lens: expected positive ints, got {lens}"
         if len(set(lens)) == 1:
             yield "prefill_lens: expected different lengths, or none: prefill_len serves equal ones"
+
+
+def _room(spec: MegaSpec) -> Iterator[str]:
     if spec.prefill_len + spec.decode_steps > spec.max_seq:
         yield (
             f"max_seq: expected at least prefill_len + decode_steps ="
@@ -112,7 +167,8 @@ def _lengths(spec: MegaSpec) -> Iterator[str]:
 
 def _empty(spec: MegaSpec) -> Iterator[str]:
     for field in TEXTS:
-        if not getattr(spec, field).strip():
+        text = getattr(spec, field)
+        if fits(text, str) and not text.strip():
             yield f"{field}: expected a text, got an empty one"
 
 
@@ -204,8 +260,12 @@ def _two_digits(value: float) -> float:
 
 def _stated(spec: MegaSpec) -> Iterator[str]:
     """Violations where a text states another number than the spec's, in a phrase that is known."""
-    texts = {field: getattr(spec, field) for field in TEXTS} | {"perf_md": spec.perf_md.text}
+    texts = {field: getattr(spec, field) for field in TEXTS}
+    if spec.perf_md.floor_us > 0:
+        texts["perf_md"] = spec.perf_md.text
     for field, text in texts.items():
+        if not fits(text, str):
+            continue
         words = re.sub(r"[*`]", "", " ".join(text.split()))
         for phrase, allowed in _statements(spec).items():
             pattern = r"(?<![\w.-])" + phrase.replace("NUMBER", NUMBER) + r"(?!\w)"
@@ -288,12 +348,17 @@ def _errors(spec: MegaSpec) -> Iterator[str]:
         yield f"precision_md: expected a table of the errors and tol, {wanted}, got {found}"
 
 
-def _tolerance(spec: MegaSpec) -> Iterator[str]:
+def _gate(spec: MegaSpec) -> Iterator[str]:
     yield from _missing("correctness_md", spec.correctness_md, [f"at most **{spec.tol:g}**"])
+
+
+def _tol(spec: MegaSpec) -> Iterator[str]:
     tols = re.findall(rf"(?:`tol` is `|tol = ){NUMBER}", spec.precision_md)
     if not tols or {float(tol) for tol in tols} != {spec.tol}:
         yield f"precision_md: expected it to state tol, {spec.tol:g}, got {', '.join(tols)}"
-    yield from _errors(spec)
+
+
+def _sources(spec: MegaSpec) -> Iterator[str]:
     sources = {"claimed": spec.claims, "measured": spec.measured, "on a CPU": spec.cpu}
     for what, figures in sources.items():
         if figures is not None:
