@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-_MODULES = ("__init__", "__main__", "checks", "grading", "inputs", "process", "report", "worker")
+_MODULES = (
+    "__init__", "__main__", "checks", "grading", "inputs", "plan", "process", "report", "worker",
+)  # fmt: skip
 
 # Path in a bundle: path in this package.
 GRADER_FILES = {

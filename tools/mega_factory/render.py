@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mega_factory.grader.checks import APPEND_TOL
-from mega_factory.grader.grading import IDLE_S, RUNS, TIME_LIMIT_S, warm_up
+from mega_factory.grader.grading import IDLE_S, RUNS, TIME_LIMIT_S
+from mega_factory.grader.plan import warm_up
 from mega_factory.grading import GRADER_FILES
 from mega_factory.spec import BANDWIDTHS, Figures, MegaSpec
 
@@ -166,8 +167,8 @@ def how_md(spec: MegaSpec) -> str:
   engine that swaps pages' contents: in every run, before a step that you cannot foresee, all tokens
   that the cache came with are replaced in place{table}.
   Read keys and values from the {where} in every step: a copy of your own is out of date.
-* The memory that you were given is compared after a step that you cannot foresee, and after the
-  last. K and V of a position may differ from the reference's by a relative error of
+* The memory that you were given is compared after a step that you cannot foresee, after the last,
+  and after `teardown`. K and V of a position may differ from the reference's by a relative error of
   {APPEND_TOL * spec.tol:g}, over the KV heads of a layer.
 * Half of what you must not read holds NaN, half random numbers:
   {foreign}slots past `pos`.

@@ -4,8 +4,8 @@
 The reference runs here, and only after the solution's steps: the solution's process never holds
 what it is compared with, and the GPU is the solution's alone while steps are timed. Every step is
 both checked and timed, so that none can be right only where it is looked at. The cache is read
-after a step that cannot be foreseen, and after the last, which in one of the runs cannot either;
-before another step, all tokens that the cache came with are replaced by others.
+after a step that cannot be foreseen, after the last, which in one of the runs cannot either, and
+after teardown; before another step, all tokens that the cache came with are replaced by others.
 
 What counts from outside is logits of tokens that nothing tells before their step, time by the clock
 here, and the kernel's account of processes. The memory of the solution's process is read by that
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from . import checks
 from .inputs import data_of, load, make_inputs, plain_defaults, pools_of, tensors_in, written
+from .plan import Plan, Seen, warm_up
 from .process import PROC, Fields, Worker, descendants
 from .report import Finding, Report, SolutionError, Timing
 
@@ -109,11 +110,6 @@ def grade(
     return report
 
 
-def warm_up(steps: int) -> int:
-    """How many steps of a run are not timed, of as many as a run that does not end early has."""
-    return max(1, steps // 4)
-
-
 def device_name(device: str) -> str:
     """What a report calls the device."""
     return torch.cuda.get_device_name() if device == "cuda" else device
@@ -129,37 +125,6 @@ def times_of(spec: dict[str, Any], device: str) -> dict[str, Any]:
         "floor_us": spec["floor_us"],
         "measured_on": spec["measured_on"],
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What cannot be foreseen of a run.
-
-    Attributes:
-        steps: how many are decoded.
-        look: after how many the memory is read, besides after all; 0 for never.
-        rewrite: after how many the cache's first tokens are replaced; 0 for never.
-    """
-
-    steps: int
-    look: int
-    rewrite: int
-
-    @classmethod
-    def draw(cls, steps: int, source: random.Random, *, early: bool) -> Plan:
-        """Of at most `steps`, of fewer if it is to end early."""
-        if early and steps > 2:
-            steps = source.randrange(max(2, steps // 2), steps)
-        look, rewrite = (source.randrange(1, steps) if steps > 1 else 0 for _ in range(2))
-        return cls(steps, look, rewrite)
-
-
-@dataclasses.dataclass
-class Seen:
-    """A run's steps, and every tensor on the CPU as it was at `Plan.look`, by path."""
-
-    steps: checks.Observed = dataclasses.field(default_factory=checks.Observed)
-    memory: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Grading:
@@ -213,10 +178,16 @@ class Grading:
             try:
                 worker = self.started()
                 seen = self.drive(worker, run, plan, tokens)
-                self.add(number, *self.judge(worker, run, plan, seen, observed))
+                findings, now = self.judge(worker, run, plan, seen, observed)
+                self.add(number, *findings)
                 observed.append(seen.steps)
                 inside += seen.steps.times_us[warm_up(steps) :]
                 outside += seen.steps.seen_us()[warm_up(steps) :]
+                self.teardown(worker)
+                if self.has_teardown:
+                    known = {finding.check for finding in findings}
+                    self.add(number, *(found for found in now() if found.check not in known))
+                del now  # holds weights and caches
                 self.finish(worker)
             except SolutionError as error:
                 self.add(number, dataclasses.replace(error.finding, step=self.step))
@@ -297,12 +268,27 @@ class Grading:
     def judge(
         self, worker: Worker, run: dict[str, Any], plan: Plan, seen: Seen,
         earlier: list[checks.Observed],
-    ) -> list[Finding]:  # fmt: skip
-        """Compares what the solution did with what the reference does."""
+    ) -> tuple[list[Finding], Callable[[], list[Finding]]]:  # fmt: skip
+        """Compares what the solution did with what the reference does.
+
+        Returns findings, and what finds them after teardown in all that the solution was given.
+        """
         with plain_defaults():
-            expected, found = self.repeat(worker, run, plan, seen)
+            expected, found, memory = self.repeat(worker, run, plan, seen)
         error, findings = checks.check_logits(seen.steps, expected, earlier, self.scale["tol"])
         self.report.errors.append(error)
+        clock = checks.check_clock(seen.steps, self.hidden_us)
+
+        def now() -> list[Finding]:
+            with plain_defaults():
+                found = [*self.state(worker), *memory()]
+            return [dataclasses.replace(f, detail=f"{f.detail}; after teardown") for f in found]
+
+        return [*findings, *self.state(worker), *found, *clock], now
+
+    def state(self, worker: Worker) -> list[Finding]:
+        """Findings on cfg and the dicts that the solution was given, as they are now."""
+        findings = []
         state = worker.request(
             {"do": "state"}, "the reading of its state", fields={"cfg": dict, "replaced": list}
         )
@@ -312,20 +298,30 @@ class Grading:
         if state["replaced"]:
             detail = f"other tensors, or none, at {', '.join(map(str, state['replaced']))}"
             findings.append(Finding("arguments", detail))
-        return [*findings, *found, *checks.check_clock(seen.steps, self.hidden_us)]
+        return findings
 
     def repeat(
         self, worker: Worker, run: dict[str, Any], plan: Plan, seen: Seen
-    ) -> tuple[list[Tensor], list[Finding]]:
-        """The reference's logits of each step, on the CPU, and findings on the memory."""
+    ) -> tuple[list[Tensor], list[Finding], Callable[[], list[Finding]]]:
+        """The reference's logits of each step, on the CPU, and findings on the memory.
+
+        The last of what is returned finds them in the memory as it is when that is called.
+        """
         weights, kv_cache, other = make_inputs(self.reference, self.scale, run, self.device)
         given = [*tensors_in(weights, "weights"), *tensors_in(kv_cache, "kv_cache")]
         original = {path: x.clone() if x.dim() == 4 else x for path, x in given}
         lens = self.scale["prefill_lens"]
         found: dict[str, Finding] = {}
 
-        def check(read: Callable[[str, Tensor], Tensor], steps: int) -> None:
-            for finding in checks.check_memory(read, original, kv_cache, self.scale, steps):
+        def compare(read: Callable[[str, Tensor], Tensor], steps: int) -> list[Finding]:
+            return checks.check_memory(read, original, kv_cache, self.scale, steps)
+
+        def now() -> list[Finding]:
+            read = self.read
+            return compare(lambda path, like: read(worker, path, like).to(like.device), plan.steps)
+
+        def keep(findings: list[Finding], steps: int) -> None:
+            for finding in findings:
                 detail = f"{finding.detail}; after {steps} steps"
                 found.setdefault(finding.check, dataclasses.replace(finding, detail=detail))
 
@@ -342,9 +338,10 @@ class Grading:
                         view.copy_(replacement)
             expected.append(self.expect(handle, step, tokens))
             if step + 1 == plan.look:
-                check(lambda path, like: seen.memory[path].to(like.device), plan.look)
-        check(lambda path, like: self.read(worker, path, like).to(like.device), plan.steps)
-        return expected, list(found.values())
+                at_look = compare(lambda path, like: seen.memory[path].to(like.device), plan.look)
+                keep(at_look, plan.look)
+        keep(now(), plan.steps)
+        return expected, list(found.values()), now
 
     def read(self, worker: Worker, path: str, like: Tensor) -> Tensor:
         """The solution's tensor at a path, on the CPU."""
@@ -364,11 +361,16 @@ class Grading:
             raise BundleError(f"reference: expected finite logits, got others in step {step}")
         return logits
 
+    def teardown(self, worker: Worker) -> None:
+        """Calls the solution's, if it has one, and waits for what it leaves on the device."""
+        if self.has_teardown:
+            worker.request({"do": "teardown"}, "teardown")
+            worker.request({"do": "wait"}, "the wait for the device after teardown")
+
     def finish(self, worker: Worker) -> None:
         """Ends a run, and the process if a solution without a teardown left a kernel running."""
         if self.has_teardown:
-            worker.request({"do": "teardown"}, "teardown")
-            worker.request({"do": "finish"}, "the wait for the device after teardown")
+            worker.request({"do": "finish"}, "the end of a run")
         else:
             try:
                 worker.request({"do": "finish"}, "the wait for the device", within=IDLE_S)

@@ -113,7 +113,7 @@ def gpu_clock() -> Clock:
 def solution_commands(run: SimpleNamespace, device: str, clock: Clock) -> dict[str, Command]:
     """What calls the solution, but for its steps."""
     names, import_file = ("build_model", "decode_step", "teardown"), load
-    collect = gc.collect
+    collect, synchronize = gc.collect, torch.cuda.synchronize
 
     def solution(command: dict[str, Any]) -> Answer:
         """Imports the solution, whose folder is importable."""
@@ -133,10 +133,15 @@ def solution_commands(run: SimpleNamespace, device: str, clock: Clock) -> dict[s
         run.module.teardown(run.handle)
         return {}, None
 
-    def finish(_: dict[str, Any]) -> Answer:
-        """Drops the run's memory, after waiting for the device: for ever if a kernel runs on."""
+    def wait(_: dict[str, Any]) -> Answer:
+        """Waits for the device: for ever if a kernel runs on."""
         if device == "cuda":
-            torch.cuda.synchronize()
+            synchronize()
+        return {}, None
+
+    def finish(_: dict[str, Any]) -> Answer:
+        """Drops the run's memory, after waiting for the device."""
+        wait({})
         for name in [name for name in vars(run) if name != "module"]:
             delattr(run, name)
         collect()
@@ -144,7 +149,9 @@ def solution_commands(run: SimpleNamespace, device: str, clock: Clock) -> dict[s
             torch.cuda.empty_cache()
         return {}, None
 
-    return {"solution": solution, "build": build, "teardown": teardown, "finish": finish}
+    return {
+        "solution": solution, "build": build, "teardown": teardown, "wait": wait, "finish": finish,
+    }  # fmt: skip
 
 
 def step_commands(run: SimpleNamespace, clock: Clock) -> dict[str, Command]:

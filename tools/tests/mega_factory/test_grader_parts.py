@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from mega_factory.grader import checks, grading, inputs
+from mega_factory.grader import checks, grading, inputs, plan
 from mega_factory.grader.report import Finding, Report, SolutionError, Timing
 from mega_factory.models import contiguous, paged
 
@@ -81,7 +81,7 @@ def test_defaults_come_back():
 def test_a_plan_is_within_its_steps():
     source = random.Random(0)  # noqa: S311
     for early in (False, True):
-        plans = [grading.Plan.draw(6, source, early=early) for _ in range(200)]
+        plans = [plan.Plan.draw(6, source, early=early) for _ in range(200)]
         assert {plan.steps for plan in plans} == ({3, 4, 5} if early else {6})
         assert all(min(plan.look, plan.rewrite) > 0 for plan in plans)
         assert all(max(plan.look, plan.rewrite) < plan.steps for plan in plans)
