@@ -34,7 +34,7 @@ from torch import Tensor
 from . import checks
 from .inputs import data_of, load, make_inputs, plain_defaults, pools_of, tensors_in, written
 from .plan import Plan, Seen, warm_up
-from .process import PROC, Fields, Worker, descendants
+from .process import PROC, Fields, Worker
 from .report import Finding, Report, SolutionError, Timing
 
 RUNS = 3
@@ -69,7 +69,7 @@ def grade(
     runs: int = RUNS, time_limit: float = TIME_LIMIT_S, seed: int | None = None,
     hidden_us: float | None = None,
 ) -> Report:  # fmt: skip
-    """Grades `solution`.
+    """Grades `solution`. Start no other process meanwhile: it would count as the solution's.
 
     Args:
         bundle: a folder with reference.py and spec.json.
@@ -226,7 +226,7 @@ class Grading:
             unused = torch.empty(shape, dtype=torch.bfloat16)
             phase = "a step without the solution"
             worker.request({"do": "logits"}, phase, payload=data_of(unused))
-            descendants(worker.process.pid)
+            worker.check_children(phase)
         seen = Seen()
         seen.steps.overhead_us = statistics.median(rehearsal.outside_us())
         worker.request({"do": "build"}, "build_model")

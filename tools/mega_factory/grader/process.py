@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -13,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from .report import Finding, SolutionError
-from .worker import FRAME, send
+from .worker import FRAME, PR_SET_CHILD_SUBREAPER, send
 
 # A solution must not find the grader's modules by their names, so the worker is no script.
 BOOT = """
@@ -38,6 +40,7 @@ Fields = dict[str, "type | tuple[type, ...]"]
 MAX_HEADER = 1 << 20
 LOG_LINES = 12
 PROC = Path("/proc")
+PR_GET_CHILD_SUBREAPER = 37
 
 # What the solution's time limit is for; for the rest, the grader's own work, there is another.
 SOLUTIONS_WORK = {"solution", "build", "step", "teardown", "wait", "finish"}
@@ -53,8 +56,8 @@ REAPED = (8, 10, 13, 14)
 class Worker:
     """A fresh process, which nothing of the solution outlives once it is closed.
 
-    Unless the process ended by itself, or gave up its orphans: what was below it and left its
-    process group before that is not found.
+    Orphans below it come to it or, if it ended or gave them up, to the grading process: while there
+    is a worker, every process that comes to be below that one counts as the solution's.
 
     Args:
         time_limit: seconds that the solution may take for all that it is asked together.
@@ -69,6 +72,8 @@ class Worker:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
         self.ended: set[int] = set()
         self.reaped: list[int] = []
+        self.was_subreaper = take_orphans(1)
+        self.others = set(below(os.getpid()))
         self.channel, other = socket.socketpair()
         arguments: list[str | Path] = [
             Path(__file__).parent,
@@ -92,22 +97,18 @@ class Worker:
         """Kills the process and all that it started; does nothing the second time."""
         if self.log.closed:
             return
-        pid = self.process.pid
-        # Stopped, it starts no more; killed before its children, it would leave them to init, where
-        # they are not found. One that has ended has left those of its process group.
-        self.process.send_signal(signal.SIGSTOP)
+        self.process.kill()
         limit = time.monotonic() + KILL_S
-        # Again, for those that were started meanwhile.
-        while self.process.returncode is None and (children := descendants(pid)):
-            if time.monotonic() > limit:
-                break
-            for child in children:
+        # Again, for those that were started meanwhile; orphans have come to this process.
+        while (started := self.started()) and time.monotonic() < limit:
+            for pid in started:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
             time.sleep(POLL_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
         self.process.wait(KILL_S)
+        take_orphans(self.was_subreaper)
         self.channel.close()
         self.log.close()
 
@@ -218,12 +219,16 @@ class Worker:
             SolutionError: a child is alive.
         """
         self.check_children(phase)
-        self.ended = set(below(self.process.pid))
+        self.ended = set(self.started())
         self.reaped = self._reaped()
 
+    def started(self) -> list[int]:
+        """Processes that the solution started, wherever they are below this one; zombies too."""
+        return [pid for pid in below(os.getpid(), self.others) if pid != self.process.pid]
+
     def check_children(self, phase: str) -> None:
-        """Raises SolutionError if the process has a live child: only it may compute."""
-        for pid in descendants(self.process.pid):
+        """Raises SolutionError if a process that the solution started is alive."""
+        for pid in filter(is_live, self.started()):
             detail = (
                 f"a process that the solution started is alive after {phase}: {command_of(pid)!r}"
             )
@@ -241,7 +246,7 @@ class Worker:
         """
         self.check_children("decode_step")
         ignored = ignores_children(self.process.pid)
-        if ignored or set(below(self.process.pid)) - self.ended or self._reaped() != self.reaped:
+        if ignored or set(self.started()) - self.ended or self._reaped() != self.reaped:
             what = "ignores SIGCHLD" if ignored else "had a child process that ended"
             raise SolutionError(Finding("child_process", f"the solution {what} in decode_step"))
 
@@ -287,18 +292,26 @@ def is_live(pid: int) -> bool:
     )
 
 
-def below(pid: int) -> list[int]:
-    """Processes below `pid`, zombies too, parents before their children."""
+def take_orphans(flag: int) -> int:
+    """Has orphans below this process come to it, or not if 0; returns the flag of before."""
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, flag, 0, 0, 0)
+    return before.value
+
+
+def below(pid: int, without: Collection[int] = ()) -> list[int]:
+    """Processes below `pid`, zombies too, parents before their children.
+
+    `without` those given, and what is below them.
+    """
     children: dict[int, list[int]] = {}
     for folder in PROC.iterdir():
         if folder.name.isdecimal() and (words := stat_of(folder)):
             children.setdefault(int(words[1]), []).append(int(folder.name))
-    found = children.get(pid, [])
-    for child in found:
-        found.extend(children.get(child, []))
+    found, parents = [], [pid]
+    for parent in parents:
+        new = [child for child in children.get(parent, []) if child not in without]
+        found += new
+        parents += new
     return found
-
-
-def descendants(pid: int) -> list[int]:
-    """Live processes below `pid`, parents before their children."""
-    return [child for child in below(pid) if is_live(child)]

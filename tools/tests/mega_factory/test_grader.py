@@ -90,6 +90,7 @@ WRONG = {
     "teardown_changes_arguments": [{"weights", "page_table", "cfg", "foreign_page"}],
     "replaces_the_worker": [{"weights", "foreign_page"}],
     "computes_in_a_subprocess": [{"child_process"}],
+    "computes_in_a_daemon": [{"child_process"}],
     "computes_in_forks": [{"child_process"}],
     "crashes": [{"crash"}],
     "exits": [{"crash"}],
@@ -106,6 +107,7 @@ DETAILS = {
     "changes_arguments": "weights.layers.1.gate: 2 bytes changed, it is read-only",
     "teardown_changes_arguments": "page_table: [0-9]+ bytes changed, .*; after teardown",
     "computes_in_a_subprocess": "alive after build_model: .* time.sleep",
+    "computes_in_a_daemon": "a process that the solution started is alive after build_model",
     "computes_in_forks": "step 0: the solution had a child process that ended in decode_step",
     "crashes": "step 1: the process was killed by SIGSEGV, in decode_step\nPASS",
     "exits": "the process exited with status 0, in build_model",
@@ -162,6 +164,17 @@ def test_a_process_whose_first_thread_has_ended_is_alive(graded, monkeypatch, tm
     (finding,) = graded("computes_in_a_zombie", runs=1).findings
     assert finding.check == "child_process" and "alive after build_model" in finding.detail
     assert ends((tmp_path / "pid").read_text())
+
+
+def test_nothing_outlives_a_solution_that_gave_it_up(graded, monkeypatch, tmp_path):
+    monkeypatch.setenv("CHILD", str(tmp_path / "pid"))
+    with subprocess.Popen(["sleep", "600"]) as other:
+        (finding,) = graded("computes_in_a_daemon", runs=1).findings
+        assert finding.check == "child_process"
+        assert not (PROC / (tmp_path / "pid").read_text()).exists()
+        # What was there before is neither the solution's nor ended with it.
+        assert other.poll() is None
+        other.kill()
 
 
 @pytest.mark.parametrize(
