@@ -128,13 +128,18 @@ class Report:
         return "repeat" if self.repeat else "pass"
 
     def speed(self) -> dict[str, float]:
-        """The floor over the median, and how many times faster than each baseline it is."""
+        """Fractions of the floor and of each baseline: those times over the median.
+
+        That of a baseline is how many times faster than it the solution is, and has both names.
+        """
         if self.timing is None:
             return {}
         median = self.timing.median_us
-        of_floor = {} if self.floor_us is None else {"fraction_of_floor": self.floor_us / median}
+        floor = {} if self.floor_us is None else {"floor": self.floor_us}
+        times = floor | self.baselines
+        fractions = {f"fraction_of_{name}": us / median for name, us in times.items()}
         faster = {f"speedup_over_{name}": us / median for name, us in self.baselines.items()}
-        return of_floor | faster
+        return fractions | faster
 
     def json(self) -> str:
         """Everything, with `verdict` and `speed`; an error that is not finite is null."""

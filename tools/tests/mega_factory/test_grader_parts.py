@@ -146,13 +146,16 @@ def test_report_of_a_fast_solution():
         errors=[0.02],
         timing=timing,
     )
-    assert good.speed() == {"fraction_of_floor": 0.8, "speedup_over_eager": 10}
+    assert good.speed() == {
+        "fraction_of_floor": 0.8, "fraction_of_eager": 10, "speedup_over_eager": 10
+    }  # fmt: skip
     assert good.text().splitlines()[1:] == [
         "worst relative error of each run: 0.02; allowed 0.06",
         "no GPU",
         "step: median 50.0 us, p10 10.0, p90 90.0 (101 steps); 50.0 by its process, 43.0 outside",
         "eager: 500 us on a GPU",
         "fraction_of_floor: 0.800",
+        "fraction_of_eager: 10.000",
         "speedup_over_eager: 10.000",
         "PASS",
     ]
