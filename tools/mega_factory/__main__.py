@@ -21,8 +21,13 @@ def _list() -> int:
 
 
 def _render(folder: Path, names: Sequence[str]) -> int:
-    for spec in [specs.load(name) for name in names] or specs.load_all().values():
-        print(render.write(spec, folder))
+    tasks = [specs.load(name) for name in names] or specs.load_all().values()
+    try:
+        for spec in tasks:
+            print(render.write(spec, folder))
+    except OSError as error:
+        reason = f"expected one to write to, got {folder}: {error.strerror}"
+        raise ValueError(f"folder: {reason}") from error
     return 0
 
 
@@ -71,7 +76,9 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("verify", help="measure what a spec claims")
     command.add_argument("name", metavar="spec")
     command.add_argument("--scale", choices=["tiny", "full"], default="full")
-    command.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    command.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda", help="by default cuda"
+    )
     command.add_argument("--steps", type=int, help="fewer than the task's: a CPU is slow")
     command.add_argument("--json", type=Path, help="also write the measurement here")
     return result

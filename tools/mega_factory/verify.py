@@ -182,8 +182,10 @@ def measure(
         steps: in a row, `WARM_UP` or more; by default the task's.
 
     Raises:
-        ValueError: too few or too many steps.
+        ValueError: too few or too many steps; no GPU for `cuda`.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: expected a GPU for cuda, got a torch that sees none")
     scale = spec.full() if scale_name == "full" else spec.tiny()
     if steps is not None:
         if not WARM_UP <= steps <= scale.decode_steps:

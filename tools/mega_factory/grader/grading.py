@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import random
 import secrets
 import statistics
@@ -97,6 +98,8 @@ def grade(
         raise BundleError(f"machine: expected {PROC}, where the solution's processes are listed")
     if runs < 1:
         raise BundleError(f"runs: expected at least 1, got {runs}")
+    if not 0 < time_limit < math.inf:
+        raise BundleError(f"time limit: expected positive, finite seconds, got {time_limit:g}")
     report = Report(
         task=spec["name"], hash=spec["hash"], scale=scale, device=device_name(device),
         seed=secrets.randbits(48) if seed is None else seed, repeat=seed is not None, runs=runs,

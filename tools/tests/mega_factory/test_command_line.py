@@ -46,6 +46,21 @@ def test_an_unknown_task_is_an_error(tmp_path, capsys):
     assert "mega_factory: spec: expected one of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["file", "file/folder"])
+def test_bundles_do_not_go_where_a_file_is(tmp_path, capsys, name):
+    (tmp_path / "file").touch()
+    assert main(["render", str(tmp_path / name), NAME]) == 2
+    expected = f"mega_factory: folder: expected one to write to, got {tmp_path / name}: Not a dir"
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_verify_on_a_gpu_that_is_none(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["verify", NAME, "--scale", "tiny"]) == 2
+    expected = "mega_factory: device: expected a GPU for cuda, got a torch that sees none\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_verify_on_a_cpu(tmp_path, capsys):
     file = tmp_path / "cpu" / "found.json"
     arguments = ["verify", NAME, "--scale", "tiny", "--device", "cpu", "--steps", "4"]

@@ -274,6 +274,10 @@ def test_exit_status_of_what_cannot_be_graded(paged, tmp_path, monkeypatch, caps
     for runs in ("0", "-1"):
         assert main(monkeypatch, paged, SOLUTIONS / "right_fp32.py", "--seeds", runs) == 2
         assert f"runs: expected at least 1, got {runs}" in capsys.readouterr().err
+    for limit in ("nan", "inf", "0", "-1"):
+        assert main(monkeypatch, paged, SOLUTIONS / "right_fp32.py", "--time-limit", limit) == 2
+        expected = f"grade.py: time limit: expected positive, finite seconds, got {limit}\n"
+        assert capsys.readouterr() == ("", expected)
     absent = tmp_path / "absent" / "report.json"
     assert main(monkeypatch, paged, SOLUTIONS / "right_fp32.py", "--json", absent) == 2
     assert f"--json: expected a file in a folder, got {absent}" in capsys.readouterr().err
