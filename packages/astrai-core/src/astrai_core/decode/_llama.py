@@ -65,7 +65,8 @@ def from_transformers(model: nn.Module, *, page_size: int = _PAGE_SIZE) -> Llama
     Copies nothing. The weights must not change while a handle of `build_model` has them.
 
     Args:
-        model: the model, in bf16, fp16 or fp32 on one device. One that was patched by
+        model: the model, in bf16, fp16 or fp32 on one device, of that class or of one that inherits
+            its forward; its modules are of the classes that it makes. One that was patched by
             `astrai_core.integrations.transformers` will do.
         page_size: tokens of a page of the cache that it is to decode with.
 
@@ -75,12 +76,12 @@ def from_transformers(model: nn.Module, *, page_size: int = _PAGE_SIZE) -> Llama
             page_size below 1.
         TypeError: weights of several dtypes; a page_size that is no int.
     """
-    if _kind(model) != (_SOURCE, "LlamaForCausalLM"):
+    if not _is_llama(model):
         raise ValueError(
             f"model: expected transformers' LlamaForCausalLM, got {type(model).__qualname__}"
         )
     for name, module in model.named_modules():
-        reason = _obstacle(module)
+        reason = _obstacle(module, known=module is model or _kind(module) in _KNOWN)
         if reason is not None:
             raise ValueError(f"model: {name or 'itself'}: {reason}")
     config: Any = model.config
@@ -167,6 +168,18 @@ def _kind(module: nn.Module) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
+def _is_llama(model: nn.Module) -> bool:
+    """Whether a model's class is LlamaForCausalLM, or inherits from it all that a call runs."""
+    kind: type[nn.Module] = getattr(type(model), "_astrai_base", type(model))
+    return any(
+        (base.__module__, base.__qualname__) == (_SOURCE, "LlamaForCausalLM")
+        and kind.forward is base.forward
+        and kind.__call__ is base.__call__
+        for base in kind.__mro__
+        if issubclass(base, nn.Module)
+    )
+
+
 _KNOWN = {
     (_SOURCE, name)
     for name in (
@@ -187,9 +200,9 @@ _KNOWN = {
 }
 
 
-def _obstacle(module: nn.Module) -> str | None:
-    """What a module does that decode does not, or None."""
-    if _kind(module) not in _KNOWN:
+def _obstacle(module: nn.Module, *, known: bool) -> str | None:
+    """What a module does that decode does not, or None; `known` is whether its class may."""
+    if not known:
         return f"{type(module).__qualname__} is not part of a plain Llama"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
