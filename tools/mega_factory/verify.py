@@ -112,6 +112,12 @@ def eager_us(step: Callable[[int], torch.Tensor], device: str) -> float:
     return statistics.median(times[WARM_UP:])
 
 
+def read_us(count: int, device: str) -> float:
+    """Median microseconds in which torch reads and adds as many bytes, a multiple of 8."""
+    x = torch.zeros(count // 8, dtype=torch.int64, device=device)
+    return eager_us(lambda _number: x.sum(), device)
+
+
 def trace(step: Callable[[int], torch.Tensor], device: str) -> list[Any]:
     """The profiler's events of `PROFILED_STEPS` steps."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -200,6 +206,11 @@ def measure(
     eager = eager_us(step, device)
     kernels, busy = profile(step, device)
     equal = paged_error(spec, scale, device)
+    floor = reading = None
+    if scale_name == "full":
+        floor = round(spec.floor_us, 1)
+        # What the floor is like on this machine.
+        reading = round(read_us(spec.weight_bytes + spec.kv_bytes, device), 1)
     where = environment(device)
     # Last: a capture that fails may leave the GPU's context unusable.
     graph, reason = graph_us(step, device)
@@ -215,7 +226,8 @@ def measure(
         "errors": rounded({name: worst[name] for name in CORRECT}),
         "drops": rounded({name: worst[name] for name in spec.dropped}),
         "paged_error": equal,
-        "floor_us": round(spec.floor_us, 1) if scale_name == "full" else None,
+        "floor_us": floor,
+        "read_us": reading,
         "steps": scale.decode_steps,
         "seeds": VERIFY_SEEDS,
         "environment": asdict(where),
@@ -228,8 +240,8 @@ def comparison(spec: MegaSpec, measured: dict[str, Any]) -> Iterator[tuple[str, 
     claimed: dict[str, Any] = {} if spec.figures is None else asdict(spec.figures)
     claimed |= {"floor_us": spec.perf_md.floor_us}
     for name in (
-        "measured_on", "kernels", "eager_us", "busy_us", "graph_us", "floor_us", "paged_error",
-        "steps",
+        "measured_on", "kernels", "eager_us", "busy_us", "graph_us", "floor_us", "read_us",
+        "paged_error", "steps",
     ):  # fmt: skip
         value = measured[name]
         if name == "graph_us" and value is None:

@@ -12,7 +12,7 @@ from mega_factory import specs
 from mega_factory.__main__ import main
 from mega_factory.spec import Figures
 from mega_factory.specs import load, load_all
-from mega_factory.verify import comparison
+from mega_factory.verify import comparison, read_us
 
 NAME = "megakernel-gqa-paged-decode"
 
@@ -93,11 +93,18 @@ def test_verify_measures_every_task(tmp_path, name):
 def test_what_the_texts_state_is_compared_though_it_was_measured_here():
     spec = load("megakernel-gqa-decode")
     claimed = load(NAME).claimed
-    measured = dataclasses.asdict(claimed) | {"scale": "tiny", "graph_error": "-", "floor_us": 1}
+    rest = {"scale": "tiny", "graph_error": "-", "floor_us": 1, "read_us": 2}
+    measured = dataclasses.asdict(claimed) | rest
     known = dataclasses.replace(spec, claimed=None, measured=claimed)
-    assert ("kernels", "772", "772") in list(comparison(known, measured))
+    rows = list(comparison(known, measured))
+    assert ("kernels", "772", "772") in rows
+    assert rows[rows.index(("floor_us", "529", "1")) + 1] == ("read_us", "-", "2")
     unknown = dataclasses.replace(spec, unfused_kernels=None, measured=None)
     assert ("kernels", "-", "772") in list(comparison(unknown, measured))
+
+
+def test_more_bytes_are_read_in_more_time():
+    assert 0 < read_us(8 << 10, "cpu") < read_us(64 << 20, "cpu")
 
 
 NEW = """
