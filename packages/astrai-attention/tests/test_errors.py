@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 from astrai_attention import rotary_emb
@@ -257,6 +258,16 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 def test_functorch_tensors_are_refused(transformed: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="x: expected a dense tensor with storage"):
         transformed()
+
+
+@pytest.mark.parametrize("name", ["x", "cos", "sin", "out"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_tangents_are_not_lost(name: str) -> None:
+    arguments = {"x": X, "cos": T, "sin": T, "out": X.clone()}
+    with forward_ad.dual_level():
+        arguments[name] = forward_ad.make_dual(arguments[name], torch.ones_like(arguments[name]))
+        with pytest.raises(RuntimeError, match=f"{name}: has a tangent, and rotary_emb has no"):
+            rotary_emb(**arguments, interleaved=True)
 
 
 @pytest.mark.parametrize("name", ["x", "cos", "sin"])

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "astrai/host/arguments.h"
 #include "astrai/host/bind_device.h"
 #include "astrai/host/torch_exchange.h"
 #include "gemv/gemv.h"
@@ -134,8 +135,9 @@ py::object run_linear(const Tokens& tokens, const TensorView& x, const TensorVie
 }
 
 py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::handle out_,
-                     bool static_weights) {
+                     py::handle static_) {
   const TorchExchange& torch = TorchExchange::get();
+  const bool static_weights = astrai::as_bool("static_weights", static_);
   const TensorView x = torch.view("x", x_);
   const TensorView weight = torch.view("weight", weight_);
   const Tokens tokens(x);
@@ -158,8 +160,9 @@ py::object bf16_gemv(py::handle x_, py::handle weight_, py::handle bias_, py::ha
 }
 
 py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::handle out_,
-                       bool static_weights) {
+                       py::handle static_) {
   const TorchExchange& torch = TorchExchange::get();
+  const bool static_weights = astrai::as_bool("static_weights", static_);
   const TensorView x = torch.view("x", x_);
   const TensorView up = torch.view("up_weight", up_);
   const TensorView gate = torch.view("gate_weight", gate_);
@@ -179,9 +182,11 @@ py::object bf16_swiglu(py::handle x_, py::handle up_, py::handle gate_, py::hand
   return run_linear(tokens, x, up, &gate, nullptr, out, static_weights);
 }
 
-py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, double eps,
-                       bool static_weights) {
+py::tuple add_rms_norm(py::handle x_, py::handle residual_, py::handle weight_, py::handle eps_,
+                       py::handle static_) {
   const TorchExchange& torch = TorchExchange::get();
+  const bool static_weights = astrai::as_bool("static_weights", static_);
+  const double eps = astrai::as_number("eps", eps_);
   const TensorView x = torch.view("x", x_);
   const TensorView residual = torch.view("residual", residual_);
   const TensorView weight = torch.view("weight", weight_);

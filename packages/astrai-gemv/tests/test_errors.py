@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 from astrai_gemv import add_rms_norm, bf16_gemv, bf16_swiglu
@@ -181,6 +182,10 @@ def test_swiglu(error: type[Exception], message: str, changes: dict[str, Any]) -
         (ValueError, "eps: expected a finite number of at least 0, got -1", {"eps": -1.0}),
         (ValueError, "eps: expected a finite number of at least 0, got nan", {"eps": float("nan")}),
         (ValueError, "eps: expected a finite number of at least 0, got inf", {"eps": float("inf")}),
+        (ValueError, "eps: expected a float, got a larger int", {"eps": 10**400}),
+        (TypeError, "eps: expected a float, got str", {"eps": "1e-5"}),
+        (TypeError, "eps: expected a float, got NoneType", {"eps": None}),
+        (TypeError, "static_weights: expected a bool, got int", {"static_weights": 1}),
     ],
 )
 def test_add_rms_norm(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
@@ -222,6 +227,28 @@ def test_gradients_are_not_lost(name: str, kind: Callable[[Tensor], Tensor]) -> 
         bf16_gemv(**arguments)
     with torch.no_grad(), pytest.raises(ValueError, match="x: expected a CUDA tensor"):
         bf16_gemv(**arguments)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "out"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_tangents_are_not_lost(name: str) -> None:
+    arguments = {"x": X, "weight": W, "bias": BIAS, "out": ones(2, 32)}
+    with forward_ad.dual_level():
+        # A level alone changes nothing.
+        with pytest.raises(ValueError, match="x: expected a CUDA tensor"):
+            bf16_gemv(**arguments)
+        arguments[name] = forward_ad.make_dual(arguments[name], ones(*arguments[name].shape))
+        with pytest.raises(RuntimeError, match=f"{name}: has a tangent, and bf16_gemv has no"):
+            bf16_gemv(**arguments)
+
+
+def test_another_flag_is_named() -> None:
+    for static in ("false", None, 1):
+        message = f"static_weights: expected a bool, got {type(static).__name__}"
+        with pytest.raises(TypeError, match=message):
+            bf16_gemv(X, W, static_weights=static)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=message):
+            bf16_swiglu(X, W, W, static_weights=static)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["x", "up_weight", "gate_weight", "out"])

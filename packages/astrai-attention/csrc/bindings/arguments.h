@@ -8,18 +8,12 @@
 #include <initializer_list>
 #include <optional>
 
+#include "astrai/host/arguments.h"
 #include "astrai/host/torch_exchange.h"
 
 namespace astrai::attention {
 
 namespace py = pybind11;
-
-// Any object has a truth value; the wrong pairing or mask would be a silent error.
-inline bool as_bool(const char* name, py::handle value) {
-  if (!PyBool_Check(value.ptr()))
-    throw TypeError(concat(name, ": expected a bool, got ", Py_TYPE(value.ptr())->tp_name));
-  return value.ptr() == Py_True;
-}
 
 inline int64_t as_int(const char* name, py::handle value) {
   if (!PyLong_Check(value.ptr()) || PyBool_Check(value.ptr()))
@@ -36,13 +30,7 @@ inline int64_t as_int(const char* name, py::handle value) {
 inline float scale_log2(py::handle value, int64_t head_dim) {
   constexpr double kLog2E = 1.4426950408889634;
   if (value.is_none()) return static_cast<float>(kLog2E / std::sqrt(static_cast<double>(head_dim)));
-  if (PyBool_Check(value.ptr()) || (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr())))
-    throw TypeError(concat("scale: expected a float, got ", Py_TYPE(value.ptr())->tp_name));
-  const double number = PyFloat_AsDouble(value.ptr());
-  if (number == -1.0 && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw ValueError("scale: expected a float, got a larger int");
-  }
+  const double number = as_number("scale", value);
   const double scale = number * kLog2E;
   // Neither the scale nor its inverse may leave the normal range of fp32.
   if (!(scale >= 1e-30 && scale <= 1e30))

@@ -133,7 +133,7 @@ py::object attn_decode(py::handle q_, py::handle k_, py::handle v_, py::handle m
                        py::handle scale, py::handle return_lse, py::handle out_, py::handle lse_,
                        py::handle workspace_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool with_lse = attention::as_bool("return_lse", return_lse);
+  const bool with_lse = astrai::as_bool("return_lse", return_lse);
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k", k_);
   const TensorView v = torch.view("v", v_);
@@ -166,7 +166,7 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
                              py::handle return_lse, py::handle out_, py::handle lse_,
                              py::handle workspace_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool with_lse = attention::as_bool("return_lse", return_lse);
+  const bool with_lse = astrai::as_bool("return_lse", return_lse);
   const int64_t page_size = attention::as_page_size(page_size_);
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k_pool", k_);
@@ -192,7 +192,7 @@ py::object attn_paged_decode(py::handle q_, py::handle k_, py::handle v_, py::ha
   std::optional<TensorView> new_k, new_v;
   attention::DecodeParams<attention::PagedKv> params{};
   params.scale_log2 = attention::scale_log2(scale, shape.head_dim);
-  params.static_cache = attention::as_bool("static_cache", static_cache);
+  params.static_cache = astrai::as_bool("static_cache", static_cache);
   const Results given(out_, lse_, workspace_, with_lse, q, shape);
   const TensorView* const out = astrai::address(given.out);
   const TensorView* const lse = astrai::address(given.lse);

@@ -72,8 +72,8 @@ py::object attn_prefill(py::handle q_, py::handle k_, py::handle v_, py::handle 
                         py::handle is_causal_, py::handle scale_, py::handle return_lse_,
                         py::handle out_, py::handle lse_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool causal = attention::as_bool("is_causal", is_causal_);
-  const bool with_lse = attention::as_bool("return_lse", return_lse_) || !lse_.is_none();
+  const bool causal = astrai::as_bool("is_causal", is_causal_);
+  const bool with_lse = astrai::as_bool("return_lse", return_lse_) || !lse_.is_none();
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k", k_);
   const TensorView v = torch.view("v", v_);
@@ -145,8 +145,8 @@ py::object attn_paged_prefill(py::handle q_, py::handle k_pool_, py::handle v_po
                               py::handle page_size_, py::handle is_causal_, py::handle scale_,
                               py::handle return_lse_, py::handle out_, py::handle lse_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool causal = attention::as_bool("is_causal", is_causal_);
-  const bool with_lse = attention::as_bool("return_lse", return_lse_) || !lse_.is_none();
+  const bool causal = astrai::as_bool("is_causal", is_causal_);
+  const bool with_lse = astrai::as_bool("return_lse", return_lse_) || !lse_.is_none();
   const int64_t page_size = attention::as_page_size(page_size_);
   const TensorView q = torch.view("q", q_);
   const TensorView k = torch.view("k_pool", k_pool_);

@@ -69,7 +69,7 @@ void check_angles(const TensorView& table, const Heads& x) {
 py::object rotary_emb(py::handle x_, py::handle cos_, py::handle sin_, py::handle interleaved_,
                       py::handle out_) {
   const TorchExchange& torch = TorchExchange::get();
-  const bool interleaved = attention::as_bool("interleaved", interleaved_);
+  const bool interleaved = astrai::as_bool("interleaved", interleaved_);
   const TensorView x = torch.view("x", x_);
   const TensorView cos = torch.view("cos", cos_);
   const TensorView sin = torch.view("sin", sin_);

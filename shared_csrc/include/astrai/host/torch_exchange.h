@@ -37,7 +37,7 @@ class TorchExchange {
     return TensorView(name, tensor);
   }
 
-  // An eager kernel has no backward: it would drop the gradient without a word.
+  // An eager kernel has no backward and no forward derivative: it would drop either without a word.
   void refuse_grad(const char* op,
                    std::initializer_list<std::pair<const char*, py::handle>> tensors) const {
     for (const auto& [name, tensor] : tensors) {
@@ -50,6 +50,8 @@ class TorchExchange {
             concat(name, ": requires grad, and ", op,
                    " has no backward; call it under torch.no_grad() or torch.inference_mode()"));
     }
+    if (has_forward_level())
+      for (const auto& [name, tensor] : tensors) refuse_tangent(op, name, tensor);
   }
 
   cudaStream_t current_stream(DLDevice device) const {
@@ -116,6 +118,8 @@ class TorchExchange {
     is_grad_enabled_ = py::object(py::module_::import("torch").attr("is_grad_enabled")).release();
     increment_version_ =
         py::object(py::module_::import("torch.autograd.graph").attr("increment_version")).release();
+    forward_ad_ = py::object(py::module_::import("torch.autograd.forward_ad")).release();
+    current_level_ = py::str("_current_level").release();
   }
 
   py::object call_new_empty(py::handle like, std::initializer_list<int64_t> shape,
@@ -148,6 +152,24 @@ class TorchExchange {
     return text.substr(0, text.find('\n'));
   }
 
+  // Whether a level of forward-mode differentiation is open; where torch does not say, tensors are asked.
+  bool has_forward_level() const {
+    const py::object level = py::reinterpret_steal<py::object>(
+        PyObject_GetAttr(forward_ad_.ptr(), current_level_.ptr()));
+    if (!level) {
+      PyErr_Clear();
+      return true;
+    }
+    return !PyLong_Check(level.ptr()) || PyLong_AsLong(level.ptr()) >= 0;
+  }
+
+  void refuse_tangent(const char* op, const char* name, py::handle tensor) const {
+    if (tensor.is_none() || forward_ad_.attr("unpack_dual")(tensor).attr("tangent").is_none())
+      return;
+    throw std::runtime_error(concat(name, ": has a tangent, and ", op,
+                                    " has no forward-mode derivative; give it the primal"));
+  }
+
   // The Python objects live as long as torch does; their references are never given back.
   const DLPackExchangeAPI* api_ = nullptr;
   PyTypeObject* tensor_type_ = nullptr;
@@ -162,6 +184,8 @@ class TorchExchange {
   py::handle dtype_keyword_;
   py::handle is_grad_enabled_;
   py::handle increment_version_;
+  py::handle forward_ad_;
+  py::handle current_level_;
 };
 
 inline void register_errors() {
