@@ -10,13 +10,14 @@ import pytest
 import torch
 from tiny_llama import IDS, PADDED, SIZES, assert_close, llama, logits, rows
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 from transformers.models.cohere.modeling_cohere import CohereAttention, CohereConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import astrai_core
-from astrai_core.integrations.transformers import _patch, patch
+from astrai_core.integrations.transformers import _attention, _patch, patch
 from conftest import install_attention
 
 # --- what is called -------------------------------------------------------------------------------
@@ -63,6 +64,24 @@ def test_a_padding_mask_reaches_the_kernels_as_bool(site, gpus, monkeypatch):
     causal = torch.ones(7, 7, dtype=torch.bool).tril()
     assert torch.equal(masks[0], causal & PADDED.bool()[:, None])
     assert masks[2:] == [None, None]
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones_like(IDS), PADDED])
+def test_a_forward_on_fake_tensors(mask):
+    model = llama("astrai")
+    with patch(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(input_ids=IDS, attention_mask=mask).logits.shape == (2, 7, 64)
+
+
+@pytest.mark.usefixtures("seen_as_gpu")
+def test_a_capture_reads_no_padding_mask(monkeypatch):
+    def read(_):
+        raise AssertionError("the capture waits for a value")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "__bool__", read)
+    assert not _attention._keeps_all(PADDED, 0, 7)
+    assert _attention._keeps_all(None, 0, 7)
 
 
 def test_angles_are_converted_once_a_pass():

@@ -16,6 +16,7 @@ import astrai_core
 from astrai_core.attn import dispatch
 
 from ._register import NAME
+from ._traced import is_recorded
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,7 +86,8 @@ def _keeps_all(padding: Tensor | None, kv_offset: int, kv_length: int) -> bool:
     """Whether a padding mask, ``[batch, tokens]``, hides none of the keys."""
     if padding is None:
         return True
-    if torch.compiler.is_compiling() or padding.shape[-1] < kv_offset + kv_length:
+    # Where a forward is recorded the values cannot be read, or are not those of its later runs.
+    if is_recorded(padding) or padding.shape[-1] < kv_offset + kv_length:
         return False
     return bool(padding[:, kv_offset : kv_offset + kv_length].all())
 

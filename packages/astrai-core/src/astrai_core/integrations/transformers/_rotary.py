@@ -17,6 +17,8 @@ import torch
 
 import astrai_core
 
+from ._traced import is_recorded
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -123,11 +125,7 @@ def _half(table: Tensor) -> Tensor:
     All layers of a pass get the same table, so that the result is kept on it: but not where it
     would be missing from a graph, nor longer than until the table is written to.
     """
-    if (
-        torch.compiler.is_compiling()
-        or table.requires_grad
-        or (table.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
+    if table.requires_grad or is_recorded(table):
         return _converted(table)
     # An inference tensor has no version, and is of no use to autograd later.
     version = 0 if table.is_inference() else table._version  # noqa: SLF001
