@@ -193,9 +193,14 @@ def test_another_choice_is_an_error(choice: Any) -> None:
         pass
 
 
-class Zeros(AttentionBackend):
-    name = "zeros"
+@pytest.mark.parametrize("kind", [AttentionBackend, type("Bare", (AttentionBackend,), {})])
+def test_an_abstract_class_is_an_error(kind: Any) -> None:
+    words = f"^attn_backend: {kind.__name__} is abstract, it has no forward$"
+    with pytest.raises(ValueError, match=words), attn_backend(kind):
+        pass
 
+
+class Zeros(AttentionBackend):
     def forward(self, q: Tensor, *args: Any, **options: Any) -> Tensor:
         del args, options
         return torch.zeros_like(q)
@@ -204,6 +209,8 @@ class Zeros(AttentionBackend):
 def test_a_backend_of_ones_own() -> None:
     with attn_backend(Zeros):
         assert torch.equal(attention(Q, K, K), torch.zeros_like(Q))
+        assert outcome()[0] == get_backend().name == "Zeros"
+    with attn_backend(type("Named", (Zeros,), {"name": "zeros"})):
         assert outcome()[0] == "zeros"
     with pytest.raises(TypeError, match="abstract"):
         AttentionBackend()  # type: ignore[abstract]
@@ -215,7 +222,7 @@ def test_threads_and_tasks_have_their_own() -> None:
         thread = threading.Thread(target=lambda: names.append(get_backend().name))
         thread.start()
         thread.join()
-    assert names != ["zeros"] and len(names) == 1
+    assert names != ["Zeros"] and len(names) == 1
 
     async def task(backend: Any) -> AttentionBackend:
         with attn_backend(backend):

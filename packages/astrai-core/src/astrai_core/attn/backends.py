@@ -31,10 +31,14 @@ class AttentionBackend(ABC):
     """An implementation of attention; derive from it for one of your own.
 
     Attributes:
-        name: what `explain` and errors call it.
+        name: what `explain` and errors call it; the name of its class where it has no other.
     """
 
     name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "name"):
+            cls.name = cls.__name__
 
     @abstractmethod
     def forward(

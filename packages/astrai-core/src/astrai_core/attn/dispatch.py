@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -62,7 +63,7 @@ def attn_backend(backend: Choice) -> Iterator[AttentionBackend]:
         The backend.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or an abstract class.
     """
     chosen = _resolve(backend)
     token = _context.set(chosen)
@@ -214,6 +215,8 @@ def _resolve(backend: Any) -> AttentionBackend:
     if isinstance(backend, AttentionBackend):
         return backend
     if isinstance(backend, type) and issubclass(backend, AttentionBackend):
+        if inspect.isabstract(backend):
+            raise ValueError(f"attn_backend: {backend.__name__} is abstract, it has no forward")
         return backend()
     if isinstance(backend, str) and backend in _BACKENDS:
         return _BACKENDS[backend]
