@@ -56,8 +56,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool)
     """
     q_len, kv_len = q.shape[1], k.shape[1]
     mask = None if mask is None else as_4d(mask)
-    # A single query at the end attends to everything.
-    is_causal = is_causal and q_len > 1
+    # A single query at the end attends to everything. (Sizes are tensors to torch.jit.trace.)
+    is_causal = is_causal and bool(q_len > 1)
     if is_causal and (mask is not None or q_len != kv_len):
         # torch would align it to the first key.
         causal = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - q_len)
@@ -106,7 +106,7 @@ def _prefill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bo
         v.transpose(1, 2),
         attn_mask=mask,
         is_causal=is_causal,
-        enable_gqa=groups > 1,
+        enable_gqa=bool(groups > 1),
     )
 
 

@@ -106,7 +106,8 @@ def _attention(
     """An attention function of transformers: bhld in, blhd out, no weights."""
     q_len = query.shape[2]
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    causal = bool(causal) and attention_mask is None and q_len > 1
+    # Sizes are tensors to torch.jit.trace.
+    causal = bool(causal) and attention_mask is None and bool(q_len > 1)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     reason = _obstacle(q, k, v, attention_mask, dropout, scaling, options)
     if reason is None:
