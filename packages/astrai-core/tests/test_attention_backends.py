@@ -20,7 +20,6 @@ from astrai_core.attn import (
     AttentionBackend,
     CudaBackend,
     FlashAttnBackend,
-    Step,
     TorchNativeBackend,
     backends,
 )
@@ -357,44 +356,3 @@ def test_another_fwd_is_an_error(backend: Any) -> None:
         ValueError, match=r"^fwd: expected 'decode', 'prefill' or None, got 'train'"
     ):
         call(Q, K, K, fwd="train")
-
-
-def test_nothing_is_stored_for_queries_that_do_not_fit() -> None:
-    cache = PagedKVCache(1, 8, 4, 2, 64, device="cpu")
-    seq = cache.new_sequence()
-    step = cache.begin_step([seq], 3)
-    attention(Q[:1], K[:1], K[:1], step)
-    with pytest.raises(ValueError, match=r"^q: expected \[1, 3, heads, head_dim\]"):
-        attention(Q[:1, :2], 2 * K[:1], 2 * K[:1], step)
-    assert torch.equal(cache.gather(0, seq)[0], K[0])
-
-
-def a_step() -> Step:
-    cache = PagedKVCache(1, 8, 4, 2, 64, device="cpu")
-    return cache.begin_step([cache.new_sequence(), cache.new_sequence()], [3, 1])
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: attention(Q[0], K, K), r"q: expected \[batch, length, heads, head_dim\], got"),
-        (lambda: attention(Q, K, K[:1]), r"v: expected k's shape \[2, 3, 2, 64\], got \[1, 3"),
-        (lambda: attention(Q, K[..., :8], K[..., :8]), "k: expected head_dim 64 .* got 8"),
-        (lambda: attention(Q[:, :, :3], K, K), "k: expected a divisor of q's 3 heads, got 2"),
-        (lambda: attention(Q, K[:1], K[:1]), "k: expected batch 2 as q has it, got 1"),
-        (lambda: attention(Q, K, K, fwd="decode"), "fwd: 'decode' is for one query a sequence, g"),
-        (lambda: attention(Q, K, K, attn_mask=ones(2, 3)), "attn_mask: expected bool of shape"),
-        (
-            lambda: attention(Q, K, K, attn_mask=ones(2, 4).bool()),
-            r"attn_mask: .* \[2, 3\], \[2, 3, 3\], \[2, 1, 3, 3\], got torch.bool \[2, 4\]",
-        ),
-        (lambda: attention(Q, K, K, a_step()), r"k: expected \[1, 4, heads, head_dim\] or"),
-        (
-            lambda: attention(Q, K[:1, [0, 1, 2, 0]], K[:1, [0, 1, 2, 0]], a_step()),
-            r"q: expected \[1, 4, heads, head_dim\] or",
-        ),
-    ],
-)
-def test_operands_that_do_not_fit(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ValueError, match=f"^{words}"):
-        call()

@@ -57,7 +57,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool)
     q_len, kv_len = q.shape[1], k.shape[1]
     mask = None if mask is None else as_4d(mask)
     # A single query at the end attends to everything. (Sizes are tensors to torch.jit.trace.)
-    is_causal = is_causal and bool(q_len > 1)
+    is_causal = bool(is_causal and q_len > 1)
     if is_causal and (mask is not None or q_len != kv_len):
         # torch would align it to the first key.
         causal = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - q_len)

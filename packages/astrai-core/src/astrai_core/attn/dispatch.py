@@ -29,6 +29,9 @@ __all__ = ["ATTN_BACKEND", "attention", "attn_backend", "get_backend"]
 
 VARIABLE = "ASTR_BACKEND"
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of operands."""
+
 
 class ATTN_BACKEND(str, enum.Enum):  # noqa: N801 (as its counterpart in torch is written)
     """The backends that come with this package, in the order of preference."""
@@ -104,7 +107,10 @@ def attention(
     torch_native that can serve the call. `explain` says which and why.
 
     With a cache, k and v are stored in the step's layer, and the queries attend over all tokens of
-    their sequences, which then include them.
+    their sequences, which then include them. Operands that do not fit are stored nowhere.
+
+    q, k and v are float64, float32, float16 or bfloat16, all three of one dtype (autocast may make
+    them so) and on one device.
 
     Args:
         q: ``[batch, q_len, heads, head_dim]``; with a cache, ``[B, L, heads, head_dim]`` where each
@@ -259,6 +265,8 @@ def _check(
     if step is not None:
         step.check(layer_id, k, v)
         step.packed("q", q)
+    _check_place(q, k, v, mask)
+    if step is not None:
         batch, q_len, kv_len = len(step.seqs), step.max_q_len, step.max_kv_len
     elif q.shape[0] != k.shape[0]:
         raise ValueError(f"k: expected batch {q.shape[0]} as q has it, got {k.shape[0]}")
@@ -273,3 +281,26 @@ def _check(
             raise ValueError(
                 f"attn_mask: expected bool of shape {expected}, got {mask.dtype} {[*mask.shape]}"
             )
+
+
+def _check_place(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Dtypes and devices, of which a cache has judged k's."""
+    if k.dtype not in DTYPES:
+        raise ValueError(f"k: expected one of {', '.join(map(str, DTYPES))}, got {k.dtype}")
+    for name, x in (("q", q), ("v", v)):
+        if x.dtype != k.dtype and not _autocast_joins(x, k):
+            raise ValueError(f"{name}: expected {k.dtype} as k has it, got {x.dtype}")
+    others = (("q", q), ("v", v)) if mask is None else (("q", q), ("v", v), ("attn_mask", mask))
+    for name, x in others:
+        if x.device != k.device:
+            raise ValueError(f"{name}: expected on {k.device} as k is, got on {x.device}")
+
+
+def _autocast_joins(*operands: Tensor) -> bool:
+    """Whether autocast gives torch's attention operands of one dtype; it leaves float64 alone."""
+    kind = operands[0].device.type
+    return (
+        all(x.dtype in DTYPES[1:] for x in operands)
+        and torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+    )
