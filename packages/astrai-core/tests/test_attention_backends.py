@@ -323,6 +323,16 @@ def test_flash_gets_packed_operands(
     assert (cu_q.tolist(), cu_k.tolist(), options) == ([0, 3, 6], [0, 2, 4], {"causal": True})
 
 
+@pytest.mark.usefixtures("flash")
+def test_the_result_of_flash_is_contiguous(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus((9, 0))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    q = ones(1, 4, 3, 64).transpose(1, 2)
+    with attn_backend("flash"):
+        y = attention(q, K[:1], K[:1])
+    assert y.is_contiguous() and torch.equal(y, torch.full_like(y, 7))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

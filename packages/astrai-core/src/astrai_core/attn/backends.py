@@ -243,7 +243,8 @@ class FlashAttnBackend(AttentionBackend):
             cu_q, cu_k = kv_cache.qo_indptr, kv_cache.kv_indptr
             max_q, max_k = kv_cache.max_q_len, kv_cache.max_kv_len
         y: Tensor = run(flat_q, flat_k, flat_v, cu_q, cu_k, max_q, max_k, causal=is_causal)
-        return y.view(q.shape)
+        # It has the strides of the operands, which may be a view's.
+        return y.reshape(q.shape).contiguous()
 
 
 class TorchNativeBackend(AttentionBackend):
