@@ -333,6 +333,25 @@ def test_the_result_of_flash_is_contiguous(gpus: Gpus, monkeypatch: pytest.Monke
     assert y.is_contiguous() and torch.equal(y, torch.full_like(y, 7))
 
 
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("variable", [None, "flash"])
+def test_flash_is_not_for_older_gpus(variable: Any, gpus: Gpus, monkeypatch: Any) -> None:
+    if variable is not None:
+        monkeypatch.setenv("ASTR_BACKEND", variable)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    gpus((7, 5))
+    why = "cuda:0 is sm_75, flash-attn needs sm_80 or newer"
+    assert FlashAttnBackend().unavailable() == why
+    chosen, passed_over = outcome()
+    assert chosen == get_backend().name == "torch_native" and passed_over["flash"] == why
+    with attn_backend("flash"), pytest.raises(RuntimeError, match=why):
+        attention(Q, K, K)
+    gpus((7, 5), (8, 0))
+    assert get_backend().name == "flash" and outcome()[0] == "torch_native"
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
+    assert outcome()[0] == "flash"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from astrai_core import device, discovery
+from astrai_core import arch, device, discovery
 from astrai_core.policy import OpSpec, kernel_for, observer
 
 from . import _sdpa
@@ -185,8 +185,10 @@ class FlashAttnBackend(AttentionBackend):
     name = "flash"
 
     def unavailable(self) -> str | None:
-        """Why flash-attn cannot be used here, or None."""
-        return flash_attn()[1] or (None if device.count() else device.why_none())
+        """Why flash-attn serves no GPU of this machine, or None."""
+        reasons = [_flash_on(index) for index in range(device.count())]
+        gpus = None if None in reasons else (reasons[0] if reasons else device.why_none())
+        return flash_attn()[1] or gpus
 
     def why_not(
         self,
@@ -214,7 +216,7 @@ class FlashAttnBackend(AttentionBackend):
             return f"head_dim = {q.shape[-1]}: flash-attn takes multiples of 8 up to 256"
         if any(x.get_device() < 0 for x in (q, k, v)):
             return "an operand is not on a CUDA device"
-        return None
+        return _flash_on(q.get_device())
 
     def forward(
         self,
@@ -337,6 +339,16 @@ def flash_attn() -> tuple[Callable[..., Any] | None, str | None]:
         return None, f"importing flash_attn failed: {error}"
     except Exception as error:  # noqa: BLE001 (whatever a build for another torch raises)
         return None, f"importing flash_attn failed: {type(error).__name__}: {error}"
+
+
+def _flash_on(gpu: int) -> str | None:
+    """Why flash-attn does not run on a device, or None."""
+    capability = device.capability(gpu)
+    if capability is None:
+        return device.why_none()
+    if capability < (8, 0):
+        return f"cuda:{gpu} is sm_{arch.name(capability)}, flash-attn needs sm_80 or newer"
+    return None
 
 
 def _even_indptr(x: Tensor) -> Tensor:
