@@ -58,6 +58,14 @@ def test_nothing_is_stored_of_a_dtype_that_is_none() -> None:
     assert not cache.gather(0, seq)[0].any()
 
 
+@pytest.mark.parametrize("given", [PagedKVCache(1, 8, 4, 2, 64, device="cpu"), (K, K), 0])
+def test_a_cache_is_no_step(given: Any) -> None:
+    found = type(given).__name__
+    words = rf"^kv_cache: pass what PagedKVCache.begin_step\(\) returns, got {found}$"
+    with pytest.raises(TypeError, match=words):
+        attention(Q, K, K, kv_cache=given)
+
+
 def test_autocast_may_join_dtypes() -> None:
     cache = PagedKVCache(1, 8, 4, 2, 64, device="cpu")
     step = cache.begin_step([cache.new_sequence()], 3)

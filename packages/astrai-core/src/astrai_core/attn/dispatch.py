@@ -135,6 +135,7 @@ def attention(
         RuntimeError: `attn_backend` demands a backend that cannot serve the call; the step is
             outdated.
         ValueError: operands that do not fit, another `fwd`, another value of ``ASTR_BACKEND``.
+        TypeError: kv_cache is no step, such as the cache itself.
         IndexError: the cache has no such layer.
     """
     _check(q, k, v, kv_cache, layer_id, attn_mask, fwd)
@@ -263,8 +264,7 @@ def _check(
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"k: expected a divisor of q's {q.shape[2]} heads, got {k.shape[2]}")
     if step is not None:
-        step.check(layer_id, k, v)
-        step.packed("q", q)
+        _check_step(step, layer_id, q, k, v)
     _check_place(q, k, v, mask)
     if step is not None:
         batch, q_len, kv_len = len(step.seqs), step.max_q_len, step.max_kv_len
@@ -281,6 +281,14 @@ def _check(
             raise ValueError(
                 f"attn_mask: expected bool of shape {expected}, got {mask.dtype} {[*mask.shape]}"
             )
+
+
+def _check_step(step: Any, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not isinstance(step, Step):
+        found = type(step).__name__
+        raise TypeError(f"kv_cache: pass what PagedKVCache.begin_step() returns, got {found}")
+    step.check(layer_id, k, v)
+    step.packed("q", q)
 
 
 def _check_place(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
