@@ -93,10 +93,10 @@ def test_angles_are_converted_once_a_pass():
         seen.append(angles)
         return original(x, angles, **options)
 
-    with patch(model), pytest.MonkeyPatch.context() as m:
+    with patch(model), torch.no_grad(), pytest.MonkeyPatch.context() as m:
         m.setattr(astrai_core, "apply_rotary_emb", spy)
-        logits(model)
-        logits(model, IDS.flip(1)[:, :3])
+        model(input_ids=IDS)
+        model(input_ids=IDS.flip(1)[:, :3])
     first, second = seen[:4], seen[4:]
     for passes in (first, second):
         assert len(passes) == 4
@@ -106,12 +106,21 @@ def test_angles_are_converted_once_a_pass():
     assert first[0][0].dtype is torch.float32
 
 
-def test_angles_that_were_written_to_are_converted_anew():
+@pytest.mark.parametrize(
+    ("made", "used"),
+    [
+        (torch.no_grad, torch.no_grad),
+        (torch.no_grad, torch.inference_mode),
+        (torch.inference_mode, torch.inference_mode),
+    ],
+)
+def test_angles_that_were_written_to_are_converted_anew(made, used):
     model = llama()
     attention = model.model.layers[0].self_attn
     x = torch.randn(1, 3, 128)
-    cos, sin = torch.ones(1, 3, 32), torch.zeros(1, 3, 32)
-    with torch.no_grad(), patch(model):
+    with made():
+        cos, sin = torch.ones(1, 3, 32), torch.zeros(1, 3, 32)
+    with used(), patch(model):
         attention(x, (cos, sin))
         cos.zero_()
         sin.fill_(1)

@@ -123,13 +123,13 @@ def _half(table: Tensor) -> Tensor:
     """Cos or sin of each pair, in fp32, of a table that has them twice.
 
     All layers of a pass get the same table, so that the result is kept on it: but not where it
-    would be missing from a graph, nor longer than until the table is written to.
+    would be missing from a graph, nor longer than until the table is written to, which an
+    inference tensor does not tell.
     """
-    if table.requires_grad or is_recorded(table):
+    if is_recorded(table) or table.requires_grad or table.is_inference():
         return _converted(table)
-    # An inference tensor has no version, and is of no use to autograd later.
-    version = 0 if table.is_inference() else table._version  # noqa: SLF001
-    state = (version, torch.is_inference_mode_enabled())
+    # What inference mode has made is of no use to autograd later.
+    state = (table._version, torch.is_inference_mode_enabled())  # noqa: SLF001
     holder: Any = table
     kept: tuple[tuple[int, bool], Tensor] | None = getattr(holder, "_astrai_half", None)
     if kept is None or kept[0] != state:
