@@ -297,3 +297,24 @@ def test_a_demand_is_strict(kernels: Any) -> None:
     ):
         compiled(randn(9, 16), randn(8, 16))
     assert kernels.calls == []
+
+
+def test_attention_is_torchs_and_asks_what_is_demanded_while_it_traces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = torch.randn(1, 3, 2, 8)
+    compiled = torch.compile(astrai_core.attention, fullgraph=True, backend="eager")
+    with (
+        astrai_core.attn_backend("cuda"),
+        pytest.raises(Exception, match=r"cuda is demanded by attn_backend\(\): torch.compile tr"),
+    ):
+        compiled(q, q, q)
+    monkeypatch.setenv("ASTR_BACKEND", "none")
+    with pytest.raises(Exception, match="ASTR_BACKEND: expected cuda, flash, torch_native, got"):
+        compiled(q, q, q)
+    monkeypatch.setenv("ASTR_BACKEND", "cuda")
+    expected = compiled(q, q, q)
+    # As it is documented: what is traced is not asked again.
+    monkeypatch.setenv("ASTR_BACKEND", "none")
+    with astrai_core.attn_backend("cuda"):
+        assert torch.equal(compiled(q, q, q), expected)

@@ -59,6 +59,9 @@ def attn_backend(backend: Choice) -> Iterator[AttentionBackend]:
     The demand is strict: a call that the backend cannot serve raises RuntimeError with the reason.
     Blocks nest; the inner wins.
 
+    What torch.compile has traced keeps the demand of the block that it was traced in, torch's or
+    none: nothing traces it again when it runs in another.
+
     Args:
         backend: an `ATTN_BACKEND`, its value, or an `AttentionBackend` class or instance.
 
@@ -104,7 +107,9 @@ def attention(
     """Softmax attention with grouped heads, scaled by ``1 / sqrt(head_dim)``.
 
     The backend is that of `attn_backend`, else the first of ``ASTR_BACKEND``, cuda, flash and
-    torch_native that can serve the call. `explain` says which and why.
+    torch_native that can serve the call. `explain` says which and why. Under torch.compile it is
+    torch_native: a demand for another, or another value of the variable, is an error while it
+    traces, and is not noticed when what it has traced runs again.
 
     With a cache, k and v are stored in the step's layer, and the queries attend over all tokens of
     their sequences, which then include them. Operands that do not fit are stored nowhere.
@@ -204,6 +209,7 @@ def note_elsewhere(call: tuple[Any, ...], name: str, reason: str) -> None:
 
     Raises:
         RuntimeError: the context demands a backend, and not torch's.
+        ValueError: as `get_backend`.
     """
     demanded = demanded_name()
     if demanded not in ("", TorchNativeBackend.name):
@@ -213,9 +219,16 @@ def note_elsewhere(call: tuple[Any, ...], name: str, reason: str) -> None:
 
 
 def demanded_name() -> str:
-    """Name of the backend that the context demands, empty without one."""
+    """Name of the backend that the context demands, empty without one.
+
+    Raises:
+        ValueError: as `get_backend`.
+    """
     demanded = _context.get()
-    return "" if demanded is None else demanded.name
+    if demanded is not None:
+        return demanded.name
+    _variable()
+    return ""
 
 
 def _resolve(backend: Any) -> AttentionBackend:
