@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["is_recorded"]
 
@@ -15,6 +14,7 @@ def is_recorded(x: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or isinstance(x, FakeTensor)
+        # Fake tensors, and others that may have no values.
+        or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
         or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
