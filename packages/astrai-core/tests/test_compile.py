@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 import astrai_core
@@ -318,3 +319,74 @@ def test_attention_is_torchs_and_asks_what_is_demanded_while_it_traces(
     monkeypatch.setenv("ASTR_BACKEND", "none")
     with astrai_core.attn_backend("cuda"):
         assert torch.equal(compiled(q, q, q), expected)
+
+
+def gated(x: Tensor, up: Tensor, gate: Tensor) -> Tensor:
+    return F.linear(x, up) * F.silu(F.linear(x, gate))
+
+
+def forward_mode(f: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(lambda a: f(a).float().square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(lambda a: f(a).sum(), x)[1](torch.ones(()).bfloat16())[0],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "vmap": lambda f, x: torch.vmap(f)(x[:, None]),
+    "forward_mode": forward_mode,
+}
+
+
+@pytest.fixture
+def everywhere(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels, demanded wherever they can serve."""
+    monkeypatch.setenv("ASTRAI_GEMV", "1")
+    monkeypatch.setenv("ASTRAI_SWIGLU", "1")
+    return kernels
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("ours", [astrai_core.linear, astrai_core.swiglu])
+def test_transforms_are_torchs(
+    everywhere: Any, ours: Callable[..., Tensor], transform: Callable[..., Any]
+) -> None:
+    torchs, number = (F.linear, 1) if ours is astrai_core.linear else (gated, 2)
+    x, weights = randn(2, 16), [randn(8, 16) for _ in range(number)]
+    compiled = torch.compile(
+        lambda: transform(lambda a: ours(a, *weights), x), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(), transform(lambda a: torchs(a, *weights), x))
+    assert everywhere.calls == []
+
+
+@pytest.mark.parametrize("ours", [astrai_core.linear, astrai_core.swiglu])
+def test_a_trace_does_not_serve_a_level_opened_later(
+    everywhere: Any, ours: Callable[..., Tensor]
+) -> None:
+    torchs, number = (F.linear, 1) if ours is astrai_core.linear else (gated, 2)
+    x, weights = randn(2, 16), [randn(8, 16) for _ in range(number)]
+    compiled = torch.compile(lambda a: ours(a, *weights), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+        assert len(everywhere.calls) == 1
+        tangent = forward_mode(compiled, x)
+        assert torch.equal(tangent, forward_mode(lambda a: torchs(a, *weights), x))
+    assert len(everywhere.calls) == 1
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "jvp", "forward_mode"])
+def test_the_operator_of_swiglu_refuses_transforms(everywhere: Any, transform: str) -> None:
+    up, gate = randn(8, 16), randn(8, 16)
+    with pytest.raises(RuntimeError):
+        TRANSFORMS[transform](lambda a: torch.ops.astrai_core.swiglu(a, up, gate), randn(2, 16))
+    assert everywhere.calls == []
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_the_operator_of_swiglu_has_no_backward() -> None:
+    x = randn(2, 16).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"astrai_core\.swiglu has no derivative"):
+        torch.ops.astrai_core.swiglu(x, randn(8, 16), randn(8, 16))

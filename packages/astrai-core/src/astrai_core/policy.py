@@ -310,12 +310,17 @@ def observer() -> str | None:
     """What would miss a call that torch does not see: a kernel's call passes its dispatcher by."""
     if torch.is_autocast_enabled("cuda"):
         return "autocast is active"
-    if _functorch_level() is not None:
-        return "functorch transforms the call"
     if _dispatch_modes():
         return "a TorchDispatchMode is active"
     if _jit_trace() is not None:
         return "torch.jit.trace records the call"
+    return transform()
+
+
+def transform() -> str | None:
+    """What would transform a call's operation: a kernel has no derivative and no batching rule."""
+    if _functorch_level() is not None:
+        return "functorch transforms the call"
     if getattr(forward_ad, "_current_level", -1) >= 0:
         return "forward-mode differentiation is active"
     return None

@@ -14,20 +14,37 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import GlobalStateSource
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 from torch.nn import Parameter
 
 from astrai_core import discovery
-from astrai_core.policy import MAX_TOKENS, OPS, Call, decide, mode, selected
+from astrai_core.policy import MAX_TOKENS, OPS, Call, decide, mode, selected, transform
 
 from .swiglu import eager as _eager_swiglu
 
 _PLAIN = (Tensor, Parameter, FakeTensor)  # torch.export traces fake tensors
+_NO_DERIVATIVE = (
+    "torch.ops.astrai_core.swiglu has no derivative; call astrai_core.swiglu, which has one"
+)
 
 
 def _fake_swiglu(x: Tensor, up_weight: Tensor, _gate_weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], up_weight.shape[0]))
+
+
+def _no_backward(*_: Any, **__: Any) -> None:
+    """Without one, gradients would silently be lost."""
+    raise RuntimeError(_NO_DERIVATIVE)
+
+
+def _run_swiglu(x: Tensor, up_weight: Tensor, gate_weight: Tensor) -> Tensor:
+    if transform() is not None:  # no rule of autograd is asked in forward mode
+        raise RuntimeError(_NO_DERIVATIVE)
+    return _eager_swiglu(x, up_weight, gate_weight)
 
 
 _lib = Library("astrai_core", "DEF")
@@ -35,8 +52,11 @@ _lib.define(
     "swiglu(Tensor x, Tensor up_weight, Tensor gate_weight) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
-_lib.impl("swiglu", _eager_swiglu, "CompositeExplicitAutograd")
+_lib.impl("swiglu", _run_swiglu, "CompositeExplicitAutograd")
 torch.library.register_fake("astrai_core::swiglu", _fake_swiglu, lib=_lib)
+torch.library.register_autograd(
+    "astrai_core::swiglu", _no_backward, setup_context=_no_backward, lib=_lib
+)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -45,8 +65,13 @@ def _namespace(call: tuple[Any, ...]) -> str:
 
     A trace can bake in a text, not a function. A family registers its ops under its import name.
     """
-    op, *rest = call
-    decision = decide(Call(op, selected(op), mode(op), *rest))
+    op, gpu, m, n, k, obstacle = call
+    # Asked here, where a trace runs Python: it really opens the levels that it traces.
+    obstacle = obstacle or transform()
+    if TracingContext.try_get() is not None:
+        # Dynamo guards functorch's levels itself, those of forward mode only where it opens one.
+        install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    decision = decide(Call(op, selected(op), mode(op), gpu, m, n, k, obstacle))
     if decision.kernel is None:
         return ""
     return str(discovery.family(decision.chosen).package)
