@@ -101,6 +101,13 @@ def test_torch_path(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     assert torch.equal(y, eager(*operands))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_meta_tensors(dtype: torch.dtype) -> None:
+    operands = [torch.empty(s, dtype=dtype, device="meta") for s in [(2, 16), (8, 16), (8, 16), 8]]
+    y = torch.compile(mlp, fullgraph=True, backend="eager")(*operands)
+    assert (y.shape, y.device.type) == ((2, 8), "meta")
+
+
 def test_gradients() -> None:
     operands = [torch.randn(s, requires_grad=True) for s in [(2, 16), (8, 16), (8, 16), (8,)]]
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")

@@ -127,7 +127,7 @@ def _describe(
         bias is not None and bias.shape != weights[0].shape[:1]
     ):
         obstacle = "the shapes do not fit"
-    elif torch.is_autocast_enabled(x.device.type):
+    elif _gpu_of(x) >= 0 and torch.is_autocast_enabled(x.device.type):  # meta has no autocast
         obstacle = "autocast is active"
     m = 1
     for size in x.shape[:-1]:
