@@ -147,41 +147,46 @@ def test_gemv(error: type[Exception], message: str, changes: dict[str, Any]) -> 
         bf16_gemv(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "changes"),
-    [
-        (ValueError, "x: expected a CUDA tensor", {}),
-        (ValueError, "x: expected K divisible by 8, got 60", {"x": ones(2, 60)}),
-        (
-            ValueError,
-            r"gate_weight: expected size 32 \(N of up_weight\)",
-            {"gate_weight": ones(31, 64)},
-        ),
-        (ValueError, r"up_weight: expected size 64 \(K of x\)", {"up_weight": ones(32, 72)}),
-        (TypeError, "gate_weight: expected dtype bfloat16", {"gate_weight": W.float()}),
-        (ValueError, r"x: expected M in 1\.\.8, got 9", {"x": ones(9, 64)}),
-        (ValueError, r"out: expected size 32 \(N\)", {"out": ones(2, 33)}),
-        (ValueError, "out: expected memory of its own", {"out": W[:1].view(2, 32)}),
-    ],
-)
+SWIGLU_ERRORS: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, "x: expected a CUDA tensor", {}),
+    (ValueError, "x: expected K divisible by 8, got 60", {"x": ones(2, 60)}),
+    (
+        ValueError,
+        r"gate_weight: expected size 32 \(N of up_weight\)",
+        {"gate_weight": ones(31, 64)},
+    ),
+    (ValueError, r"up_weight: expected size 64 \(K of x\)", {"up_weight": ones(32, 72)}),
+    (TypeError, "gate_weight: expected dtype bfloat16", {"gate_weight": W.float()}),
+    (ValueError, r"x: expected M in 1\.\.8, got 9", {"x": ones(9, 64)}),
+    (ValueError, r"out: expected size 32 \(N\)", {"out": ones(2, 33)}),
+    (ValueError, "out: expected memory of its own", {"out": W[:1].view(2, 32)}),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), SWIGLU_ERRORS)
 def test_swiglu(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"x": X, "up_weight": W, "gate_weight": W, **changes}
     with pytest.raises(error, match=message):
         bf16_swiglu(**arguments)
 
 
+NORM_ERRORS: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, "x: expected a CUDA tensor", {}),
+    (ValueError, r"residual: expected size 2 \(that of x\)", {"residual": ones(3, 64)}),
+    (ValueError, "residual: expected shape of x", {"residual": ones(64)}),
+    (TypeError, "residual: expected dtype bfloat16", {"residual": X.float()}),
+    (ValueError, r"weight: expected size 64 \(K of x\)", {"weight": ones(65)}),
+    (ValueError, r"weight: expected shape \[K\]", {"weight": ones(1, 64)}),
+    (ValueError, "eps: expected a finite number of at least 0, got -1", {"eps": -1.0}),
+    (ValueError, "eps: expected a finite number of at least 0, got nan", {"eps": float("nan")}),
+    (ValueError, "eps: expected a finite number of at least 0, got inf", {"eps": float("inf")}),
+]
+
+
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
-        (ValueError, "x: expected a CUDA tensor", {}),
-        (ValueError, r"residual: expected size 2 \(that of x\)", {"residual": ones(3, 64)}),
-        (ValueError, "residual: expected shape of x", {"residual": ones(64)}),
-        (TypeError, "residual: expected dtype bfloat16", {"residual": X.float()}),
-        (ValueError, r"weight: expected size 64 \(K of x\)", {"weight": ones(65)}),
-        (ValueError, r"weight: expected shape \[K\]", {"weight": ones(1, 64)}),
-        (ValueError, "eps: expected a finite number of at least 0, got -1", {"eps": -1.0}),
-        (ValueError, "eps: expected a finite number of at least 0, got nan", {"eps": float("nan")}),
-        (ValueError, "eps: expected a finite number of at least 0, got inf", {"eps": float("inf")}),
+        *NORM_ERRORS,
         (ValueError, "eps: expected a float, got a larger int", {"eps": 10**400}),
         (TypeError, "eps: expected a float, got str", {"eps": "1e-5"}),
         (TypeError, "eps: expected a float, got NoneType", {"eps": None}),

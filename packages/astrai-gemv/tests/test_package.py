@@ -100,10 +100,6 @@ def test_fakes_give_shapes() -> None:
         assert ops.bf16_gemv(x[0], w, None, True).shape == (32,)
         assert ops.bf16_swiglu(x, w, w, False).shape == (3, 32)
         assert [t.shape for t in ops.add_rms_norm(x, x, x[0], 1e-5, False)] == [x.shape, x.shape]
-        with pytest.raises(ValueError, match=r"weight: expected shape \[N, 64\]"):
-            ops.bf16_gemv(x, w[:, :32], None, False)
-        with pytest.raises(TypeError, match="weight: expected dtype bfloat16"):
-            ops.bf16_gemv(x, w.float(), None, False)
 
 
 def test_compiled_code_calls_the_operator() -> None:

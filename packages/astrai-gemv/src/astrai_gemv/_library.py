@@ -12,54 +12,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import Library
 
+from . import _fakes
 from ._native import native
 
-_MAX_TOKENS = 8
 _NO_BACKWARD = (
     "an input requires grad, and this op has no backward; "
     "call it under torch.no_grad() or torch.inference_mode()"
 )
 
+_NO_TRANSFORM = (
+    "torch.func or forward-mode differentiation transforms the call, and this op has no derivative "
+    "and no batching rule; compute what is transformed with torch's own operators"
+)
+# torch has no public questions for these.
+_functorch: Any = getattr(torch._C, "_functorch", None)  # noqa: SLF001
+_level = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+
 _lib = Library("astrai_gemv", "DEF")
 
 
-def _check(x: Tensor, *weights: Tensor) -> None:
-    """What a trace can know; the compiled module checks the rest when it runs."""
-    for name, tensor in (("x", x), *(("weight", w) for w in weights)):
-        if tensor.dtype != torch.bfloat16:
-            raise TypeError(f"{name}: expected dtype bfloat16, got {tensor.dtype}")
-    if x.dim() not in (1, 2):
-        raise ValueError(f"x: expected shape [K] or [M, K], got {x.dim()}-D {list(x.shape)}")
-    if x.dim() == 2 and not 1 <= x.shape[0] <= _MAX_TOKENS:
-        raise ValueError(f"x: expected M in 1..{_MAX_TOKENS}, got {x.shape[0]}")
-    for weight in weights:
-        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"weight: expected shape [N, {x.shape[-1]}] (K of x), got {list(weight.shape)}"
-            )
-
-
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None, static_weights: bool) -> Tensor:
-    _check(x, weight)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _fake_swiglu(x: Tensor, up: Tensor, gate: Tensor, static_weights: bool) -> Tensor:
-    _check(x, up, gate)
-    return x.new_empty((*x.shape[:-1], up.shape[0]))
-
-
-def _fake_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, static_weights: bool
-) -> tuple[Tensor, Tensor]:
-    _check(x)
-    return torch.empty_like(x), torch.empty_like(x)
-
-
-def _fake_out(*_: Any) -> None:
-    return None
+def _in_forward_mode() -> bool:
+    return bool(getattr(forward_ad, "_current_level", -1) >= 0)
 
 
 def _refuse_backward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -72,8 +48,14 @@ def _unreachable_backward(ctx: Any, *grads: Any) -> None:
 
 def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
+
+    def checked(*arguments: Any) -> Any:
+        if _in_forward_mode():  # no rule of autograd is asked in it
+            raise RuntimeError(_NO_TRANSFORM)
+        return run(*arguments)
+
     _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    _lib.impl(name, run, "CompositeExplicitAutograd")
+    _lib.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"astrai_gemv::{name}", fake, lib=_lib)
     if "!" not in schema:
         torch.library.register_autograd(
@@ -84,38 +66,55 @@ def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
 _register(
     "bf16_gemv(Tensor x, Tensor weight, Tensor? bias, bool static_weights) -> Tensor",
     lambda x, w, b, static: native.bf16_gemv(x, w, b, None, static),
-    _fake_linear,
+    _fakes.linear,
 )
 _register(
     "bf16_gemv_out(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, bool static_weights) "
     "-> ()",
     lambda x, w, b, out, static: (native.bf16_gemv(x, w, b, out, static), None)[1],
-    _fake_out,
+    _fakes.linear_out,
 )
 _register(
     "bf16_swiglu(Tensor x, Tensor up_weight, Tensor gate_weight, bool static_weights) -> Tensor",
     lambda x, up, gate, static: native.bf16_swiglu(x, up, gate, None, static),
-    _fake_swiglu,
+    _fakes.swiglu,
 )
 _register(
     "bf16_swiglu_out(Tensor x, Tensor up_weight, Tensor gate_weight, Tensor(a!) out, "
     "bool static_weights) -> ()",
     lambda x, up, gate, out, static: (native.bf16_swiglu(x, up, gate, out, static), None)[1],
-    _fake_out,
+    _fakes.swiglu_out,
 )
 _register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool static_weights) "
     "-> (Tensor, Tensor)",
     # Looked up at the call: without a compiled module, importing this must not fail.
     lambda x, residual, w, eps, static: native.add_rms_norm(x, residual, w, eps, static),  # noqa: PLW0108
-    _fake_norm,
+    _fakes.add_rms_norm,
 )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_transform() -> None:
+    """Runs as Python, while tracing, when the levels that are traced are really open."""
+    # torch._dynamo, which takes a second to import, is there in a trace.
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import TracingContext
+
+    if TracingContext.try_get() is not None:
+        # Dynamo guards functorch's levels itself, those of forward mode only where it opens one.
+        install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    if _level() is not None or _in_forward_mode():
+        raise RuntimeError(_NO_TRANSFORM)
 
 
 def _refuse_grad(*tensors: Tensor | None) -> None:
     # The operators that write into `out` cannot register a backward that raises.
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(_NO_BACKWARD)
+    # Raised in traced code this would be a graph break, and the eager call may take the operands.
+    _refuse_transform()
 
 
 def bf16_gemv(
