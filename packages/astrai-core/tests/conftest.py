@@ -123,6 +123,7 @@ def _clean(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             return [entry for entry in real() if entry.point.value.startswith("standin_")]
 
         monkeypatch.setattr(discovery, "_entries", standins_only)
+        monkeypatch.setattr(discovery, "_installed", lambda _: None)
     forget()
     yield
     forget()

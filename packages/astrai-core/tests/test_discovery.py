@@ -74,7 +74,7 @@ def test_duplicates_are_named(site: Site) -> None:
         family("gemv").reason,
         ReasonKind.DUPLICATE,
         "astrai-gemv and gemv-fork both provide the family 'gemv'",
-        "pip uninstall",
+        "; pip uninstall one of them, then " + REINSTALL.replace("astrai-gemv", "the other"),
     )
     assert "standin_gemv" not in sys.modules and "standin_fork" not in sys.modules
 

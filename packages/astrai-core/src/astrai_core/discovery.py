@@ -28,6 +28,8 @@ GROUP = "astrai.families"
 CONTRACT = 1
 """The version of the manifest's and the ops' contract that this package speaks."""
 
+# pip's cache may hold the very wheel that is to be replaced.
+_REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps"
 _lock = threading.RLock()
 
 
@@ -108,8 +110,7 @@ class Family:
             return Reason(
                 ReasonKind.ARCHITECTURE,
                 f"cuda:{index} is sm_{arch.name(capability)}, this {self.distribution} wheel has "
-                f"code for {', '.join([*self.sass, *ptx])}; pip install --force-reinstall "
-                f"--no-cache-dir --no-deps {self.distribution}",
+                f"code for {', '.join([*self.sass, *ptx])}; {_reinstall(self)}",
             )
         return self._check_driver(by_sass)
 
@@ -154,7 +155,7 @@ def family(name: str) -> Family:
 
 def find(name: str) -> Family:
     """A family by its name, which need not be installed, nor be offered as an extra."""
-    return _registry().get(name) or _not_installed(name)
+    return _registry().get(name) or _absent(name)
 
 
 def forget() -> None:
@@ -175,7 +176,7 @@ def _read_all() -> dict[str, Family]:
     for entry in _entries():
         found.setdefault(entry.point.name, []).append(entry)
     registry = {name: _read(name, entries) for name, entries in found.items()}
-    registry |= {name: _not_installed(name) for name in _extras() if name not in registry}
+    registry |= {name: _absent(name) for name in _extras() if name not in registry}
     return dict(sorted(registry.items()))
 
 
@@ -213,6 +214,30 @@ def _named(distribution: importlib.metadata.Distribution, otherwise: str) -> tup
         return otherwise, "unknown"
 
 
+def _absent(name: str) -> Family:
+    """A family that no entry point names: not installed, or installed without that."""
+    distribution = _installed(f"astrai-{name}")
+    if distribution is None:
+        return _not_installed(name)
+    result = Family(name, *_named(distribution, f"astrai-{name}"))
+    try:
+        missing = distribution.read_text("entry_points.txt") is None
+        distribution.entry_points.select(group=GROUP)
+        problem = "is missing" if missing else f"does not name {name} in [{GROUP}]"
+    except Exception as error:  # noqa: BLE001 (whatever a broken distribution raises)
+        problem = f"cannot be read ({_one_line(error)})"
+    text = f"entry_points.txt of {result.distribution} {result.version} {problem}"
+    result.reason = Reason(ReasonKind.BAD_MANIFEST, f"{text}; {_reinstall(result)}")
+    return result
+
+
+def _installed(distribution: str) -> importlib.metadata.Distribution | None:
+    try:
+        return importlib.metadata.distribution(distribution)
+    except Exception:  # noqa: BLE001 (there is none, or it is broken beyond being found)
+        return None
+
+
 def _not_installed(name: str) -> Family:
     if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
         text = f'astrai-{name} is not installed; pip install "astrai-core[{name}]"'
@@ -243,7 +268,15 @@ def _read(name: str, entries: list[_Entry]) -> Family:
         owners = " and ".join(sorted(entry.distribution for entry in entries))
         result.reason = Reason(
             ReasonKind.DUPLICATE,
-            f"{owners} both provide the family {name!r}; pip uninstall one of them",
+            # They may own the same files, which go with the first of them.
+            f"{owners} both provide the family {name!r}; pip uninstall one of them, then "
+            f"{_REINSTALL} the other",
+        )
+        return result
+    if not all(part.isidentifier() for part in point.value.split(".")):
+        what = f"expected the name of a module for {name}, got {point.value!r}"
+        result.reason = Reason(
+            ReasonKind.BAD_MANIFEST, f"entry_points.txt: {what}; {_reinstall(result)}"
         )
         return result
     try:
@@ -329,7 +362,7 @@ def _ops(ops: dict[Any, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _reinstall(family: Family) -> str:
-    return f"pip install --force-reinstall --no-cache-dir --no-deps {family.distribution}"
+    return f"{_REINSTALL} {family.distribution}"
 
 
 def _one_line(error: BaseException) -> str:
