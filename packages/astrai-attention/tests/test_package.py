@@ -90,7 +90,9 @@ def test_a_wheel_without_kernels_says_so(tmp_path: Path) -> None:
         "try: astrai_attention.rotary_emb(x, x, x, interleaved=True)\n"
         "except RuntimeError as error: print(error)"
     )
-    assert "astrai_attention.rotary_emb: this wheel was built without kernels" in python(code)
+    text = python(code).strip()
+    assert text.startswith("astrai_attention.rotary_emb: this wheel was built without kernels")
+    assert text.endswith("pip install --force-reinstall --no-cache-dir --no-deps astrai-attention")
 
 
 def test_fakes_give_shapes() -> None:

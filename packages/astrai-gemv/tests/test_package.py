@@ -89,6 +89,8 @@ def test_a_wheel_without_kernels_says_so(tmp_path: Path) -> None:
     first, second = python(code).splitlines()
     assert "astrai_gemv.bf16_gemv: this wheel was built without kernels" in first
     assert "astrai_gemv.bf16_swiglu: this wheel was built without kernels" in second
+    command = "pip install --force-reinstall --no-cache-dir --no-deps astrai-gemv"
+    assert first.endswith(command) and second.endswith(command)
 
 
 def test_fakes_give_shapes() -> None:

@@ -24,16 +24,12 @@ else:
             from . import _gemv
         except ImportError as error:
             if _family.CUDA is None:
-                reason = (
-                    "this wheel was built without kernels (CSRC_KERNELS=false); "
-                    "pip install --force-reinstall --no-deps astrai-gemv"
-                )
+                reason = "this wheel was built without kernels (CSRC_KERNELS=false)"
             else:
-                reason = (
-                    f"the compiled module does not load ({error}); "
-                    "pip install --force-reinstall --no-deps astrai-gemv"
-                )
-            return _Missing(reason, error)
+                reason = f"the compiled module does not load ({error})"
+            # pip's cache may hold this very wheel.
+            command = "pip install --force-reinstall --no-cache-dir --no-deps astrai-gemv"
+            return _Missing(f"{reason}; {command}", error)
         return _gemv
 
     native = _load()
