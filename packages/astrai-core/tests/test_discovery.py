@@ -19,6 +19,12 @@ from astrai_core.reasons import Reason, ReasonKind
 from conftest import EXTENSION, NATIVE, Site
 
 REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps astrai-gemv"
+UNSPEAKABLE = """
+class Unspeakable(Exception):
+    def __str__(self):
+        raise KeyError("text")
+raise Unspeakable
+"""
 Gpus = Callable[..., None]
 
 
@@ -203,6 +209,7 @@ def test_another_contract(site: Site, difference: int, command: str) -> None:
         ("import no_such_module_at_all", "no_such_module_at_all"),
         ("1 +", "SyntaxError"),
         ("raise SystemExit(3)", "SystemExit: 3"),
+        (UNSPEAKABLE, "Unspeakable: its text raises KeyError"),
     ],
 )
 def test_a_manifest_that_cannot_be_imported(site: Site, text: str, part: str) -> None:
@@ -217,9 +224,17 @@ def test_a_manifest_that_cannot_be_imported(site: Site, text: str, part: str) ->
         ({EXTENSION: "this is no shared object\n"}, "ImportError"),
         ({"_native.py": "raise RuntimeError('undefined symbol')"}, "undefined symbol"),
         ({"_native.py": "raise SystemExit('no license')"}, "SystemExit: no license"),
+        ({"_native.py": UNSPEAKABLE}, "Unspeakable: its text raises KeyError"),
         ({"_native.py": NATIVE.replace("bf16_gemv", "gemv_of_old")}, "bf16_gemv"),
     ],
-    ids=["missing", "overwritten with text", "raises", "exits", "lacks the op"],
+    ids=[
+        "missing",
+        "overwritten with text",
+        "raises",
+        "exits",
+        "raises what has no text",
+        "lacks the op",
+    ],
 )
 def test_a_broken_native_module(site: Site, gpus: Gpus, native: dict[str, str], part: str) -> None:
     site.add(native=native)

@@ -366,4 +366,10 @@ def _reinstall(family: Family) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    try:
+        text = " ".join(str(error).split())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as another:  # noqa: BLE001 (whatever the error's own text raises)
+        text = f"its text raises {type(another).__name__}"
+    return f"{type(error).__name__}: {text}"
