@@ -7,8 +7,12 @@ import asyncio
 import json
 import sys
 import threading
+from typing import Any
 
+import numpy
+import pytest
 import torch
+import torch.nn.functional as F
 
 import astrai_core
 from astrai_core import recording
@@ -55,3 +59,32 @@ def test_tasks_record_their_own_calls() -> None:
         return list(await asyncio.gather(task(1), task(2)))
 
     assert asyncio.run(both()) == [[f"x [{m}, 8] weight [4, 8]"] for m in (1, 2)]
+
+
+class Duck:
+    """No tensor, but torch's functions take it."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> str:
+        return "quack"
+
+
+def outcome(call: Any, *operands: Any) -> tuple[str, str]:
+    try:
+        return "returned", call(*operands)
+    except Exception as error:  # noqa: BLE001 (whatever torch raises)
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    "operand", [Duck(), None, numpy.ones((2, 8)), [[1.0]], torch.nn.UninitializedParameter()]
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_recording_changes_no_outcome(operand: Any, place: int) -> None:
+    operands: list[Any] = [torch.ones(2, 8), torch.ones(4, 8)]
+    operands[place] = operand
+    with astrai_core.explain() as report:
+        found = outcome(astrai_core.linear, *operands)
+    assert found == outcome(F.linear, *operands)
+    (row,) = report.rows
+    assert type(operand).__name__ in row.shapes

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 _active: contextvars.ContextVar[tuple[Report, ...]] = contextvars.ContextVar(
     "astrai_explain", default=()
@@ -100,9 +101,18 @@ def explain() -> Iterator[Report]:
         _active.reset(token)
 
 
-def shape_of(tensor: Tensor) -> str:
-    """The shape as text; a nested tensor has none."""
-    return "nested" if tensor.is_nested else str([*tensor.shape])
+def shape_of(operand: object) -> str:
+    """The shape as text; nested tensors, lazy ones and what is no tensor have none."""
+    if not isinstance(operand, Tensor) or is_lazy(operand):
+        return type(operand).__name__
+    return "nested" if operand.is_nested else str([*operand.shape])
+
+
+def dtype_and_device_of(operand: object) -> tuple[str, str]:
+    """Both as text; what is no tensor has none."""
+    if not isinstance(operand, Tensor):
+        return "-", "-"
+    return str(operand.dtype).removeprefix("torch."), str(operand.device)
 
 
 def active() -> tuple[Report, ...]:

@@ -26,8 +26,7 @@ def select(op: str, x: Tensor, weight: Tensor, obstacle: str | None, label: str)
             reports,
             op,
             f"x {recording.shape_of(x)} {label.format(recording.shape_of(weight))}",
-            str(x.dtype).removeprefix("torch."),
-            str(x.device),
+            *recording.dtype_and_device_of(x),
             decision.chosen,
             decision.passed_over,
         )
