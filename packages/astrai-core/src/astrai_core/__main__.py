@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 
 _COMMANDS = {
@@ -14,7 +16,21 @@ _COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit status."""
+    """Runs a subcommand and returns its exit status, 141 if nobody reads its output to the end."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A text of any language may have to go to a terminal or a file that is ASCII.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell says of a process that SIGPIPE ended
+    return status
+
+
+def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m astrai_core")
     commands = parser.add_subparsers(dest="command", required=True)
     argv = sys.argv[1:] if argv is None else argv

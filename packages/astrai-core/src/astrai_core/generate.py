@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    check_variables()
     path = packaged_model() if args.model is None else args.model
     start = time.perf_counter()
     model, tokenizer = load(path, args.device, sys.stderr)
@@ -112,7 +113,6 @@ def _generate(args: argparse.Namespace) -> None:
 
     from ._greedy import greedy
 
-    check_variables()
     ids = encode(tokenizer, args.prompt, model, args.max_new_tokens)
     kind = f"{model.dtype} on {model.device.type}".removeprefix("torch.")
     print(f"{path.resolve().name}: {kind}, loaded in {loaded:.1f} s")
@@ -180,16 +180,18 @@ def _passes_by_kernels(model: Any, decoding: Decoding) -> bool:
 
 
 def check_variables() -> None:
-    """Checks the environment variables that select implementations, before anything is computed.
+    """Checks the environment variables that select implementations, before anything is loaded.
 
     Raises:
         GenerateError: one has a value that is none.
     """
+    from .attn import get_backend
     from .policy import VARIABLES, mode
 
     try:
         for op in VARIABLES:
             mode(op)
+        get_backend()
     except ValueError as error:
         raise GenerateError(str(error)) from None
 
