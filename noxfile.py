@@ -234,7 +234,7 @@ def machine_code(session: nox.Session, family: str) -> None:
 @nox.session(requires=["torch"])
 @nox.parametrize("family", [nox.param(f, id=f) for f in FAMILIES])
 def sdist(session: nox.Session, family: str) -> None:
-    """Build a family from its sdist elsewhere, with the compiler from PyPI, and test that wheel."""
+    """Build a family from its sdist elsewhere, with PyPI's compiler, and test it; and without."""
     archive = next(wheel(session, family).parent.glob("*.tar.gz"))
     path = [p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvcc").exists()]
     arch = VERSIONS["families"][family]["tested"][0]
@@ -247,6 +247,13 @@ def sdist(session: nox.Session, family: str) -> None:
         lend_torch(session)
         install(session, *pins("pytest", "hypothesis"), "-e", TOOLS, built)
     pytest(session, folder_of(family), "-m", "not gpu")
+    # A request for kernels fails where no compiler is, instead of building a wheel without them.
+    install(session, "scikit-build-core", "pybind11", "apache-tvm-ffi", "cmake", "ninja")
+    out = ("--no-deps", "--no-build-isolation", "--wheel-dir", session.create_tmp())
+    env["CSRC_KERNELS"] = "true"
+    said = session.run("pip", "wheel", *out, archive, env=env, silent=True, success_codes=[1])
+    if "No CUDA compiler" not in str(said):
+        session.error(str(said))
 
 
 @nox.session(requires=["torch"])
