@@ -97,14 +97,18 @@ _register(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _refuse_transform() -> None:
     """Runs as Python, while tracing, when the levels that are traced are really open."""
-    # torch._dynamo, which takes a second to import, is there in a trace.
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import GlobalStateSource
-    from torch._guards import TracingContext
+    try:
+        # torch._dynamo, which takes a second to import, is there in a trace. A torch that has lost
+        # these names may use a trace in a level that is opened later; the module refuses that then.
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import GlobalStateSource
+        from torch._guards import TracingContext
 
-    if TracingContext.try_get() is not None:
-        # Dynamo guards functorch's levels itself, those of forward mode only where it opens one.
-        install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+        if TracingContext.try_get() is not None:
+            # Dynamo guards functorch's levels itself, those of forward mode only where it opens one.
+            install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    except (ImportError, AttributeError):
+        pass
     if _level() is not None or _in_forward_mode():
         raise RuntimeError(_NO_TRANSFORM)
 

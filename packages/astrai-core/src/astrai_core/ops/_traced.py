@@ -14,9 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import GlobalStateSource
-from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 from torch.nn import Parameter
@@ -59,6 +56,23 @@ torch.library.register_autograd(
 )
 
 
+def _guard_forward_level() -> None:
+    """Has dynamo trace anew inside a level of forward mode that is opened later.
+
+    It guards functorch's levels itself, but those of forward mode only where it opens one. A torch
+    that has lost these names may use a trace there that has no derivative.
+    """
+    try:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import GlobalStateSource
+        from torch._guards import TracingContext
+
+        if TracingContext.try_get() is not None:
+            install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    except (ImportError, AttributeError):
+        return
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _namespace(call: tuple[Any, ...]) -> str:
     """The namespace of torch.ops in which the call's kernel is an operator; empty for torch.
@@ -68,9 +82,7 @@ def _namespace(call: tuple[Any, ...]) -> str:
     op, gpu, m, n, k, obstacle = call
     # Asked here, where a trace runs Python: it really opens the levels that it traces.
     obstacle = obstacle or transform()
-    if TracingContext.try_get() is not None:
-        # Dynamo guards functorch's levels itself, those of forward mode only where it opens one.
-        install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
+    _guard_forward_level()
     decision = decide(Call(op, selected(op), mode(op), gpu, m, n, k, obstacle))
     if decision.kernel is None:
         return ""
