@@ -105,7 +105,7 @@ def _refuse_transform() -> None:
         from torch._guards import TracingContext
 
         if TracingContext.try_get() is not None:
-            # Dynamo guards functorch's levels itself, those of forward mode only where it opens one.
+            # Dynamo guards functorch's levels itself, those of forward mode only where it opens it.
             install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
     except (ImportError, AttributeError):
         pass
