@@ -120,7 +120,7 @@ def _generate(args: argparse.Namespace) -> None:
     text = TextStream(tokenizer)
     seconds: list[float] = []
     with (
-        torch.inference_mode(),
+        torch.no_grad(),  # rotary embedding keeps nothing of an inference tensor
         astrai_core.explain() as report,
         routed(model, ids.shape[-1] + args.max_new_tokens) as forward,
     ):
