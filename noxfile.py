@@ -148,7 +148,9 @@ def lint(session: nox.Session) -> None:
     }
     lend_torch(session)
     install(
-        session, *pins("ruff", "clang-format", "mypy", "import-linter", "nox", "pytest"), "tomli"
+        session,
+        *pins("ruff", "clang-format", "cmake", "mypy", "import-linter", "nox", "pytest"),
+        "tomli",
     )
     env = {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES.glob("*/src")))}
     for group in session.posargs or groups:
@@ -248,7 +250,7 @@ def sdist(session: nox.Session, family: str) -> None:
         install(session, *pins("pytest", "hypothesis"), "-e", TOOLS, built)
     pytest(session, folder_of(family), "-m", "not gpu")
     # A request for kernels fails where no compiler is, instead of building a wheel without them.
-    install(session, "scikit-build-core", "pybind11", "apache-tvm-ffi", "cmake", "ninja")
+    install(session, "scikit-build-core", "pybind11", "apache-tvm-ffi", *pins("cmake"), "ninja")
     out = ("--no-deps", "--no-build-isolation", "--wheel-dir", session.create_tmp())
     env["CSRC_KERNELS"] = "true"
     said = session.run("pip", "wheel", *out, archive, env=env, silent=True, success_codes=[1])
