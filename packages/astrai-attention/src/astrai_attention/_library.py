@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ._native import native
+from ._transforms import refuse_forward_mode, refuse_transform
 
 _NO_BACKWARD = (
     "an input requires grad, and this op has no backward; "
@@ -64,8 +65,13 @@ def register(
     layout: torch.Tag = torch.Tag.needs_fixed_stride_order,
 ) -> None:
     name = schema.partition("(")[0]
+
+    def checked(*operands: Any) -> Any:
+        refuse_forward_mode()
+        return run(*operands)
+
     _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, layout))
-    _lib.impl(name, run, "CompositeExplicitAutograd")
+    _lib.impl(name, checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"astrai_attention::{name}", fake, lib=_lib)
     if "!" not in schema:
         torch.library.register_autograd(
@@ -98,6 +104,8 @@ def refuse_grad(*tensors: Tensor | None) -> None:
     # The operators that write into an argument cannot register a backward that raises.
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(_NO_BACKWARD)
+    # Raised in traced code this would be a graph break, and the eager call may take the operands.
+    refuse_transform()
 
 
 def rotary_emb(
