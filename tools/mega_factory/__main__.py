@@ -47,13 +47,18 @@ def _grade(bundle: Path, arguments: Sequence[str]) -> int:
 
 def _verify(name: str, scale: str, device: str, steps: int | None, file: Path | None) -> int:
     spec = specs.load(name)
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"expected a file to write, got {file}: {error.strerror}"
+            raise ValueError(f"json: {reason}") from error
     measured = verify.measure(spec, scale, device, steps)
     rows = list(verify.comparison(spec, measured))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for what, claim, found in rows:
         print(f"{what:{widths[0]}}  {claim:{widths[1]}}  {found}".rstrip())
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(measured, indent=2) + "\n", "utf-8")
     return 0
 

@@ -54,6 +54,17 @@ def test_bundles_do_not_go_where_a_file_is(tmp_path, capsys, name):
     assert capsys.readouterr().err.startswith(expected)
 
 
+def test_a_measurement_that_could_not_be_kept_is_not_made(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    file = tmp_path / "file" / "found.json"
+    assert main(["verify", NAME, "--scale", "tiny", "--device", "cpu", "--json", str(file)]) == 2
+    seen = capsys.readouterr()
+    assert (seen.out, seen.err.partition(": File exists")[0]) == (
+        "",
+        f"mega_factory: json: expected a file to write, got {file}",
+    )
+
+
 def test_verify_on_a_gpu_that_is_none(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["verify", NAME, "--scale", "tiny"]) == 2
