@@ -27,6 +27,14 @@ def triangle(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
     return keep.tril(kv_len - q_len) if is_causal else keep
 
 
+def assert_aligned(*operands: Tensor) -> None:
+    """Rows that start on 16 bytes, as the kernels' copies need them."""
+    for x in operands:
+        assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+        steps = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+        assert all(size == 1 or step * x.itemsize % 16 == 0 for step, size in steps)
+
+
 def dense(
     q: Tensor,
     k: Tensor,
@@ -35,7 +43,7 @@ def dense(
     is_causal: bool = False,
 ) -> Tensor:
     assert mask is None or mask.dim() in (2, 3)
-    assert all(x.data_ptr() % 16 == 0 for x in (q, k, v))
+    assert_aligned(q, k, v)
     outputs = []
     for b in range(q.shape[0]):
         keep = triangle(q.shape[1], k.shape[1], is_causal)
@@ -67,6 +75,7 @@ def attn_paged_decode(
     calls.append("attn_paged_decode")
     assert q.dim() == 4 and q.shape[1] == 1 and k_pool.shape[1] == page_size
     assert (scale, return_lse, out) == (None, False, None)
+    assert_aligned(q, k_pool, v_pool, new_k, new_v)
     outputs = []
     for b, length in enumerate(seq_lens.tolist()):
         page = int(page_table[b, (length - 1) // page_size])
@@ -83,6 +92,7 @@ def attn_paged_prefill(
 ):  # fmt: skip
     calls.append("attn_paged_prefill")
     assert q.dim() == 3 and k_pool.shape[1] == page_size
+    assert_aligned(q, k_pool, v_pool)
     out = torch.full_like(q, torch.nan)
     for b, tile in zip(q_tile_to_batch.tolist(), q_tile_to_index.tolist(), strict=True):
         first, end = qo_indptr[b : b + 2].tolist()
