@@ -19,6 +19,7 @@ from conftest import Site, install_attention
 
 BACKENDS = ["torch_native", "cuda", "flash"]
 HEADS, DIM = 4, 64
+FORWARDS = {1: "decode", 4: "prefill"}
 
 
 def exact(
@@ -97,16 +98,21 @@ def test_dense(q_len: int, kv_len: int, kv_heads: int, is_causal: bool) -> None:
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("backend", ["torch_native", "cuda"], indirect=True)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", [(2, 6), (2, 4, 6), (2, 1, 4, 6)])
-def test_masks_and_rows_that_are_masked_everywhere(shape: tuple[int, ...], is_causal: bool) -> None:
-    q, k, v = operands(2, 4, 6)
+@pytest.mark.parametrize(
+    ("q_len", "shape"),
+    [(n, shape) for n in (1, 4) for shape in ((2, 6), (2, n, 6), (2, 1, n, 6))],
+)
+def test_masks_and_rows_that_are_masked_everywhere(
+    q_len: int, shape: tuple[int, ...], is_causal: bool
+) -> None:
+    q, k, v = operands(2, q_len, 6)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[0, ...] = False
     mask[1, ..., 0] = True
-    y = attention(q, k, v, attn_mask=mask, is_causal=is_causal, fwd="prefill")
+    y = attention(q, k, v, attn_mask=mask, is_causal=is_causal, fwd=FORWARDS[q_len])
     assert (y[0] == 0).all() and (y[1] != 0).any()
     by_query = mask[:, None] if mask.dim() == 2 else mask
-    expected = exact(q, k, v, by_query.reshape(2, -1, 6).expand(2, 4, 6), is_causal)
+    expected = exact(q, k, v, by_query.reshape(2, -1, 6).expand(2, q_len, 6), is_causal)
     assert_close(y, expected)
 
 
