@@ -12,30 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.library import Library
 
 from . import _fakes
 from ._native import native
+from ._transforms import refuse_forward_mode, refuse_transform
 
 _NO_BACKWARD = (
     "an input requires grad, and this op has no backward; "
     "call it under torch.no_grad() or torch.inference_mode()"
 )
 
-_NO_TRANSFORM = (
-    "torch.func or forward-mode differentiation transforms the call, and this op has no derivative "
-    "and no batching rule; compute what is transformed with torch's own operators"
-)
-# torch has no public questions for these.
-_functorch: Any = getattr(torch._C, "_functorch", None)  # noqa: SLF001
-_level = getattr(_functorch, "peek_interpreter_stack", lambda: None)
-
 _lib = Library("astrai_gemv", "DEF")
-
-
-def _in_forward_mode() -> bool:
-    return bool(getattr(forward_ad, "_current_level", -1) >= 0)
 
 
 def _refuse_backward(ctx: Any, inputs: Any, output: Any) -> None:
@@ -50,8 +38,7 @@ def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     name = schema.partition("(")[0]
 
     def checked(*arguments: Any) -> Any:
-        if _in_forward_mode():  # no rule of autograd is asked in it
-            raise RuntimeError(_NO_TRANSFORM)
+        refuse_forward_mode()
         return run(*arguments)
 
     _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -94,31 +81,12 @@ _register(
 )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refuse_transform() -> None:
-    """Runs as Python, while tracing, when the levels that are traced are really open."""
-    try:
-        # torch._dynamo, which takes a second to import, is there in a trace. A torch that has lost
-        # these names may use a trace in a level that is opened later; the module refuses that then.
-        from torch._dynamo.guards import GuardBuilder, install_guard
-        from torch._dynamo.source import GlobalStateSource
-        from torch._guards import TracingContext
-
-        if TracingContext.try_get() is not None:
-            # Dynamo guards functorch's levels itself, those of forward mode only where it opens it.
-            install_guard(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
-    except (ImportError, AttributeError):
-        pass
-    if _level() is not None or _in_forward_mode():
-        raise RuntimeError(_NO_TRANSFORM)
-
-
 def _refuse_grad(*tensors: Tensor | None) -> None:
     # The operators that write into `out` cannot register a backward that raises.
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(_NO_BACKWARD)
     # Raised in traced code this would be a graph break, and the eager call may take the operands.
-    _refuse_transform()
+    refuse_transform()
 
 
 def bf16_gemv(
