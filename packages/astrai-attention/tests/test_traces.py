@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from astrai_attention import attn_decode, attn_prefill, rotary_emb
+from kernelkit.transforms import TRANSFORMS, forward_mode
 
 # Those are torch's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -26,19 +26,6 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def forward_mode(f: Callable[[Tensor], Tensor]) -> object:
-    with forward_ad.dual_level():
-        return f(forward_ad.make_dual(X, torch.ones_like(X)))
-
-
-TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
-    "jvp": lambda f: torch.func.jvp(f, (X,), (X,)),
-    "grad": lambda f: torch.func.grad(lambda a: f(a).float().sum())(X),
-    "vmap": lambda f: torch.vmap(f)(X[:, None]),
-    "forward_mode": forward_mode,
-}
-
-
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_traces_refuse_transforms(
@@ -46,11 +33,11 @@ def test_traces_refuse_transforms(
 ) -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=REFUSED):
-        torch.compile(lambda: transform(op), backend="eager")()
+        torch.compile(lambda: transform(op, X), backend="eager")()
 
 
 def test_operators_refuse_forward_mode() -> None:
     import astrai_attention._library  # noqa: F401 (registers the operators)
 
     with pytest.raises(RuntimeError, match=REFUSED):
-        forward_mode(lambda x: torch.ops.astrai_attention.rotary_emb(x, TABLE, TABLE, True))
+        forward_mode(lambda x: torch.ops.astrai_attention.rotary_emb(x, TABLE, TABLE, True), X)

@@ -11,10 +11,10 @@ import torch
 from test_errors import GEMV_ERRORS, NORM_ERRORS, SWIGLU_ERRORS, W, X, ones
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 
 import astrai_gemv
 import astrai_gemv._library  # registers the operators
+from kernelkit.transforms import TRANSFORMS, forward_mode
 
 # Those are torch's own.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -64,21 +64,10 @@ def test_fakes_take_one_device() -> None:
         torch.ops.astrai_gemv.bf16_gemv(x, weight, None, False)
 
 
-def forward_mode(f: Callable[[Tensor], Tensor]) -> object:
-    with forward_ad.dual_level():
-        return f(forward_ad.make_dual(X, torch.ones_like(X)))
-
-
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "bf16_gemv": lambda x: astrai_gemv.bf16_gemv(x, W),
     "bf16_swiglu": lambda x: astrai_gemv.bf16_swiglu(x, W, W),
     "add_rms_norm": lambda x: astrai_gemv.add_rms_norm(x, x, ones(64), 1e-5)[0],
-}
-TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
-    "jvp": lambda f: torch.func.jvp(f, (X,), (X,)),
-    "grad": lambda f: torch.func.grad(lambda a: f(a).float().sum())(X),
-    "vmap": lambda f: torch.vmap(f)(X[:, None]),
-    "forward_mode": forward_mode,
 }
 
 
@@ -89,9 +78,9 @@ def test_traces_refuse_transforms(
 ) -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="has no derivative and no batching rule"):
-        torch.compile(lambda: transform(op), backend="eager")()
+        torch.compile(lambda: transform(op, X), backend="eager")()
 
 
 def test_operators_refuse_forward_mode() -> None:
     with pytest.raises(RuntimeError, match="has no derivative and no batching rule"):
-        forward_mode(lambda x: torch.ops.astrai_gemv.bf16_gemv(x, W, None, False))
+        forward_mode(lambda x: torch.ops.astrai_gemv.bf16_gemv(x, W, None, False), X)
