@@ -186,8 +186,8 @@ class Grading:
                 observed.append(seen.steps)
                 inside += seen.steps.times_us[warm_up(steps) :]
                 outside += seen.steps.seen_us()[warm_up(steps) :]
-                self.teardown(worker)
                 if self.has_teardown:
+                    self.teardown(worker)
                     known = {finding.check for finding in findings}
                     self.add(number, *(found for found in now() if found.check not in known))
                 del now  # holds weights and caches
@@ -365,10 +365,9 @@ class Grading:
         return logits
 
     def teardown(self, worker: Worker) -> None:
-        """Calls the solution's, if it has one, and waits for what it leaves on the device."""
-        if self.has_teardown:
-            worker.request({"do": "teardown"}, "teardown")
-            worker.request({"do": "wait"}, "the wait for the device after teardown")
+        """Calls the solution's, and waits for what it leaves on the device."""
+        worker.request({"do": "teardown"}, "teardown")
+        worker.request({"do": "wait"}, "the wait for the device after teardown")
 
     def finish(self, worker: Worker) -> None:
         """Ends a run, and the process if a solution without a teardown left a kernel running."""
