@@ -265,6 +265,29 @@ def test_only_a_static_cache_is_read_early(static_cache: bool) -> None:
     assert all(right) is not static_cache
 
 
+@CAPACITIES
+def test_operands_may_be_on_any_device(capacity: int) -> None:
+    """Whichever is current; on GPUs of one kind with the same result."""
+    q, k = randn(2, 1, 8, 128), randn(2, capacity, 2, 128)
+    cache = paged([700, 90], page_size=16, capacity=capacity, head_dim=128, append=True)
+    expected = attn_decode(q, k, k), attn_paged_decode(q, **cache.arguments)
+    for index in range(torch.cuda.device_count()):
+        device = f"cuda:{index}"
+        there = {
+            name: x.to(device) if isinstance(x, Tensor) else x
+            for name, x in cache.arguments.items()
+        }
+        moved = q.to(device), k.to(device)
+        found = attn_decode(*moved, moved[1]), attn_paged_decode(moved[0], **there)
+        for y, right in zip(found, expected, strict=True):
+            assert y.device == moved[0].device
+            assert torch.equal(y.cpu(), right.cpu()), index
+        if index > 0:
+            with pytest.raises(ValueError, match=f"k: expected .*cuda:0.*cuda:{index}"):
+                attn_decode(q, moved[1], moved[1])
+    assert torch.cuda.current_device() == 0
+
+
 def test_mixed_devices_are_refused() -> None:
     q, k = randn(1, 1, 4, 64), randn(1, 9, 2, 64)
     mask = torch.ones(1, 9, dtype=torch.bool)

@@ -20,6 +20,7 @@ OPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "swiglu": bf16_swiglu,
     "swiglu_static": lambda x, w, g: bf16_swiglu(x, w, g, static_weights=True),
     "norm": lambda x, w, _: add_rms_norm(x, x, w[0], 1e-5)[0],
+    "norm_static": lambda x, w, _: add_rms_norm(x, x, w[0], 1e-5, static_weights=True)[0],
 }
 
 
@@ -143,11 +144,52 @@ def test_x_written_by_the_preceding_kernel_with_static_weights(k: int, n: int, m
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize(("name", "k"), [("gemv", 2047), ("swiglu", 2048), ("norm", 2048)])
+def test_x_of_each_op_is_waited_for(name: str, k: int) -> None:
+    """With static weights too, behind a kernel that lets its dependents start early."""
+    w, g, ones, zeros = randn(k, k), randn(k, k), randn(k).fill_(1), randn(4, k).zero_()
+    first = randn(4, k)
+
+    def chain(after: Callable[[], None]) -> Tensor:
+        x = first
+        for _ in range(16):
+            # Of one size: what swiglu makes of small numbers is smaller by far.
+            x = bf16_gemv(x, g) if name == "norm" else add_rms_norm(x, zeros, ones, 1e-5)[0]
+            after()
+            x = OPS[f"{name}_static"](x, w, g)
+            after()
+        return x
+
+    expected = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(lambda: None)
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
 def test_mixed_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="weight: expected a CUDA tensor, got one on the CPU"):
         bf16_gemv(randn(1, 64), randn(32, 64).cpu())
     with pytest.raises(ValueError, match="out: expected a CUDA tensor"):
         bf16_gemv(randn(1, 64), randn(32, 64), out=torch.empty(1, 32, dtype=BF16))
+
+
+def test_operands_may_be_on_any_device() -> None:
+    """Whichever is current; on GPUs of one kind with the same result."""
+    operands = randn(2, 8192), randn(64, 8192), randn(64, 8192)
+    expected = {name: op(*operands).cpu() for name, op in OPS.items()}
+    for index in range(torch.cuda.device_count()):
+        there = [x.to(f"cuda:{index}") for x in operands]
+        for name, op in OPS.items():
+            y = op(*there)
+            assert y.device == there[0].device
+            assert torch.equal(y.cpu(), expected[name]), (name, index)
+        if index > 0:
+            with pytest.raises(ValueError, match=f"weight: expected .*cuda:0.*cuda:{index}"):
+                bf16_gemv(operands[0], there[1])
+    assert torch.cuda.current_device() == 0
 
 
 def test_parameters_are_taken_without_grad() -> None:
