@@ -15,7 +15,8 @@
 // they changed.
 //
 // Shared memory. Each warp has a ring of K and V tiles filled by cp.async: no CTA barrier in the main
-// loop. head_dim 128 on sm_90: 4 or 8 warps x 3 stages x 8 KB + 5 KB of inbox; see decode_plan.h.
+// loop. head_dim 128 on sm_90: 4 or 8 warps x 3 stages x 8 KB + 5 KB of inbox + 2 KB of queries; see
+// decode_plan.h.
 //
 // Masked and absent tokens. Rows at or past the length are zero-filled, not read, and score -inf. A row
 // without any token gives 0 and lse -inf.
@@ -24,8 +25,8 @@
 // from the kernels before. With static_cache only q and, where it is given, the newest token do; each warp
 // fills its ring ahead, which at head_dim 64 and 16,384 tokens of 8 heads is 25 of 34 MB.
 //
-// Floor. The bytes of K and V at the read bandwidth, plus 3 us: wait, length, (page id,) first tile,
-// merge.
+// Floor. The bytes of K and V at the read bandwidth, plus 3 us: wait, length and page ids, first tile, merge.
+// On an H200 one sequence of 4,096 tokens of 8 heads of 128 takes 5.0 us to read alone in this grid, 7.8 here.
 //
 // What lost:
 // - Clusters of 16: at batch 1 seven of eight find a place, and 131,072 tokens took 153 us. Of 8 at that length:
@@ -35,145 +36,31 @@
 // - A contiguous range of tokens for each CTA instead of tiles in turn: no better.
 // - The release of a cluster barrier in place of counted stores, a fence of the whole GPU: 0.3 us.
 // - Four warps on an SM, too few to hide one another: 188 us.
-// - Page ids one tile ahead instead of two: 2 % slower over pages of 16. Three or four ahead, two ahead in a loop
-//   unrolled by two, the first ones before the length is known: no better. Ids of 32 tiles at once, one in each
-//   lane, or by cp.async with the tile two before: 3 % faster for 16 sequences of 4,096, but 3 us slower for one
-//   of 32,768 or more.
+// - Page ids one tile ahead instead of two: 2 % slower over pages of 16; two ahead instead of eight 3 to 8 % from
+//   four tiles of a warp on, but with static_cache 3 to 7 % faster.
 // - Bringing the first tiles to L2 before the wait by default, of pages by ids read early: 3 to 5 % faster for
 //   one sequence of 4,096, 1 to 2 % slower for 8 of 1,024 or 4 of 8,192.
 // - No dependent launch of long sequences over pages: 1 % faster for one of 131,072, but a graph planned for
 //   that many would take 1 us more at any length.
-// - Splits without tokens that pass through all of the kernel: such a graph takes 7 us at 512 tokens, not 5.3.
+// - One CTA for all of so few tokens that a warp has four tiles, with nothing to merge: a graph planned for many
+//   takes 6.5 us at 512 tokens instead of 4.5.
+// - Dependents launched once the length is known, or at the end of long sequences: 0.2 us gained by one sequence
+//   of 512, as much lost by others.
 // - In a decode step of a 1B Llama with static_cache: half the ring, by four warps or by tiles of 16 tokens, so
 //   that the next linear's CTA fits beside: 4 us a call. The merge's dependents launched after its wait or at
 //   its end: 1 to 2 us a layer, the next linear fills its ring too late.
 #pragma once
 
-#include <type_traits>
-
-#include "astrai/device/async_copy.cuh"
 #include "astrai/device/cluster.cuh"
 #include "astrai/device/pdl.cuh"
+#include "attention/decode_loads.cuh"
 #include "attention/decode_params.h"
 #include "attention/tile_ops.cuh"
 
 namespace astrai::attention {
 
-#if defined(__CUDA_ARCH__)
-constexpr int kDecodeArch = __CUDA_ARCH__ / 10;
-#else
-constexpr int kDecodeArch = 80;
-#endif
-
 template <int kHeadDim>
 constexpr int kMergeThreads = decode_merge_threads(kHeadDim);
-
-// Fills a warp's ring with the tiles `first`, `first` + `step`, ...
-template <int kHeadDim, class Kv>
-struct TileLoader {
-  static constexpr bool kPaged = std::is_same_v<Kv, PagedKv>;
-  static constexpr int kStages = decode_stages(kDecodeArch, kHeadDim);
-  static constexpr int kStageBytes = decode_stage_bytes(kHeadDim);
-  static constexpr int kRowBytes = 2 * kHeadDim;
-  static constexpr int kPieces = kRowBytes / 16;
-  static constexpr int kRows = 32 / kPieces;  // of a warp's copy
-  static constexpr int kTile = decode_tile(kHeadDim);
-  static constexpr int kCopies = kTile / kRows;
-  static constexpr int kBlock = 16;
-
-  const DecodeParams<Kv>& p;
-  const int batch, head, length, step, lane;
-  const uint32_t ring;  // this lane's place in slot 0
-  const uint64_t policy;
-  int tile, slot;
-  // Pages of token lane % kTile of the next two tiles: an id takes longer to come than a tile.
-  int page, later_page;
-
-  __device__ __forceinline__ TileLoader(const DecodeParams<Kv>& p, int batch, int head, int length,
-                                        int first, int step, int lane, uint32_t warp_ring)
-      : p(p),
-        batch(batch),
-        head(head),
-        length(length),
-        step(step),
-        lane(lane),
-        ring(warp_ring + tile_offset<kRowBytes>(lane / kPieces, lane % kPieces)),
-        policy(evict_first_policy()),
-        tile(first),
-        slot(0),
-        page(page_of(first)),
-        later_page(page_of(first + step)) {}
-
-  // Blocks of 16 tokens lie in one page then: their rows are a stride apart.
-  __device__ __forceinline__ bool in_blocks() const {
-    if constexpr (kPaged) return 1 << p.kv.page_shift >= kBlock;
-    return true;
-  }
-  __device__ __forceinline__ int position_of(int tile) const {
-    return tile * kTile + (kPaged ? lane % kTile : 0);
-  }
-  __device__ __forceinline__ int page_of(int tile) const {
-    const int position = position_of(tile);
-    return position < length ? p.kv.page(batch, position) : 0;
-  }
-
-  // Whether the next tile has a token that comes from `fresh`.
-  __device__ __forceinline__ bool has_fresh() const {
-    const int left = length - tile * kTile;
-    return kPaged && p.fresh.k != nullptr && left > 0 && left <= kTile;
-  }
-
-  // Copies the next tile's rows: `row_of(i)` is the offset of row i * kRows + lane / kPieces.
-  template <class RowOf>
-  __device__ __forceinline__ void copy(int left, const RowOf& row_of) const {
-    const int piece = lane % kPieces * 8;
-    const bool fresh = has_fresh();
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int token = i * kRows + lane / kPieces;
-      const int64_t from = row_of(i) + piece;
-      const __nv_bfloat16* k = p.kv.k + from;
-      const __nv_bfloat16* v = p.kv.v + from;
-      if (fresh && token == left - 1) {
-        k = p.fresh.k + batch * p.fresh.k_stride.batch + head * p.fresh.k_stride.head + piece;
-        v = p.fresh.v + batch * p.fresh.v_stride.batch + head * p.fresh.v_stride.head + piece;
-      }
-      const int bytes = token < left ? 16 : 0;
-      // Keys of rows i * kRows and lane / kPieces have no bit in common.
-      const uint32_t key = swizzle_key<kRowBytes>(i * kRows);
-      const uint32_t at = ((ring + slot * kStageBytes) ^ (key << 4)) + i * kRows * kRowBytes;
-      cp_async_16(at, k, bytes, policy);
-      cp_async_16(at + kStageBytes / 2, v, bytes, policy);
-    }
-  }
-
-  __device__ __forceinline__ void issue() {
-    const int left = length - tile * kTile;
-    if (left > 0) {
-      const int64_t stride = p.kv.token_stride;
-      const int64_t row = p.kv.row(batch, head, page, position_of(tile));
-      if (in_blocks()) {
-        int64_t rows[kTile / kBlock];
-#pragma unroll
-        for (int block = 0; block < kTile / kBlock; ++block) {
-          rows[block] = kPaged ? __shfl_sync(0xffffffffu, row, block * kBlock)
-                               : row + block * kBlock * stride;
-          rows[block] += lane / kPieces * stride;
-        }
-        copy(left, [&](int i) { return rows[i * kRows / kBlock] + i * kRows % kBlock * stride; });
-      } else {
-        copy(left,
-             [&](int i) { return __shfl_sync(0xffffffffu, row, i * kRows + lane / kPieces); });
-      }
-      tile += step;
-      slot = slot + 1 == kStages ? 0 : slot + 1;
-      page = later_page;
-      later_page = page_of(tile + step);
-    }
-    // Empty groups keep the count of pending groups equal to the distance from the MMAs.
-    cp_async_commit();
-  }
-};
 
 // Sums of a CTA's warps, and of a cluster's CTAs, in order of their ranks.
 template <int kHeadDim, int kWarps>
@@ -277,7 +164,7 @@ __device__ __forceinline__ void store(const DecodeParams<Kv>& p, int batch, int 
 template <int kHeadDim>
 __device__ __forceinline__ void append(const DecodeParams<PagedKv>& p, int batch, int head,
                                        int length, int lane) {
-  const int64_t row = p.kv.row(batch, head, p.kv.page(batch, length - 1), length - 1);
+  const int64_t row = p.kv.base(batch, head) + p.kv.row(p.kv.page(batch, length - 1), length - 1);
   const auto copy = [&](const __nv_bfloat16* pool, const __nv_bfloat16* from) {
     auto* to = reinterpret_cast<uint4*>(const_cast<__nv_bfloat16*>(pool) + row);
     for (int piece = lane; piece < kHeadDim / 8; piece += 32)
@@ -404,29 +291,42 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
   SplitItem<kHeadDim> item(p, unit, threadIdx.x, quads);
   item.pin();
   const bool early = Loader::kPaged && p.static_cache;
-  if (!early) pdl_wait();
-
-  const int length = min(max(p.kv.kv_len(batch), 0), p.max_length);
-  const int tiles = (length + Loader::kTile - 1) / Loader::kTile;
   // In turn, so that a cluster sweeps its sequence: parts that start a power of two apart would meet in
   // the same DRAM channels.
   const int first = (split * p.parts + rank) * kWarps + warp;
   const int step = p.splits * p.parts * kWarps;
   const uint32_t ring = smem_address(smem) + warp * kStages * Loader::kStageBytes;
-  Loader loader(p, batch, head, length, first, step, lane, ring);
+  Loader loader(p, batch, head, first, step, lane, ring);
+  QueryPieces<kHeadDim, kWarps * 32> queries(p, batch, head * p.group + first_head, heads);
+  if (!early) pdl_wait();
+
+  loader.load_pages();
+  const int length = min(max(p.kv.kv_len(batch), 0), p.max_length);
+  // Before the ring's copies: behind them they would come when the first two tiles are there.
+  if (!early) queries.load();
+  const int tiles = (length + Loader::kTile - 1) / Loader::kTile;
+  // Splits with tokens; merge_kernel does not know the length.
+  const bool inside = p.arrivals != nullptr;
+  const int used = inside ? min(p.splits, max(1, (tiles + kWarps - 1) / kWarps)) : p.splits;
+  loader.length = length;
+  // Where page ids are waited for; else behind the ring's copies, which would wait for it.
+  const bool with_ids = Loader::kPaged && !early;
+  if (with_ids) queries.template put<Warp>(smem + merge.kQueriesAt);
   // Before the wait there is time to fill the ring.
   for (int i = 0; i < (early ? kStages : kStages - 1); ++i) {
     if (early && loader.has_fresh()) pdl_wait();
     loader.issue();
   }
-  if (early) pdl_wait();
-  // Splits with tokens; merge_kernel does not know the length.
-  const bool inside = p.arrivals != nullptr;
-  const int used = inside ? min(p.splits, max(1, (tiles + kWarps - 1) / kWarps)) : p.splits;
+  if (early) {
+    pdl_wait();
+    queries.load();
+  }
 
   if (split < used) {
     Warp state;
-    state.load_q(p, batch, head * p.group + first_head, heads, lane, smem + merge.kQueriesAt);
+    if (!with_ids) queries.template put<Warp>(smem + merge.kQueriesAt);
+    __syncthreads();
+    state.load_q(smem + merge.kQueriesAt, lane);
     if constexpr (Loader::kPaged) {
       if (p.fresh.k != nullptr && first_head == 0 && split == 0 && rank == 0 &&
           warp == kWarps - 1 && length > 0)

@@ -27,23 +27,27 @@ struct MmaWarp {
   static constexpr int kTokens = 2 * kBlocks;  // of a tile, whose scores a lane has
   static constexpr int kRowBytes = 2 * kHeadDim;
 
-  uint32_t q[kHeadDim / 16][2] = {};  // of head lane / 4
+  uint32_t q[kHeadDim / 16][2];  // of head lane / 4
   float o[kHeadDim / 16][4] = {};
   float maximum[2] = {kMinusInfinity, kMinusInfinity};  // of the scores in log2, over all lanes
   float sum[2] = {0.0f, 0.0f};                          // of this lane's tokens
 
   static __device__ __forceinline__ int token_of(int lane, int i) { return lane / 4 + i * 8; }
 
-  template <class Kv>
-  __device__ __forceinline__ void load_q(const DecodeParams<Kv>& p, int batch, int first_head,
-                                         int heads, int lane, char* /*smem*/) {
-    if (lane / 4 >= heads) return;
-    const int64_t row = batch * p.q_stride.batch + (first_head + lane / 4) * p.q_stride.head;
-    const auto* from = reinterpret_cast<const uint32_t*>(p.q + row) + lane % 4;
+  static __device__ __forceinline__ void put_q(char* smem, int head, int piece, uint4 value) {
+    *reinterpret_cast<uint4*>(smem + tile_offset<kRowBytes>(head, piece)) = value;
+  }
+
+  __device__ __forceinline__ void load_q(const char* smem, int lane) {
+    const uint32_t from = smem_address(smem);
 #pragma unroll
-    for (int j = 0; j < kHeadDim / 16; ++j) {
-      q[j][0] = __ldcg(from + j * 8);
-      q[j][1] = __ldcg(from + j * 8 + 4);
+    for (int j = 0; j < kHeadDim / 16; j += 2) {
+      uint32_t r[4];
+      ldmatrix_x4(r, from + tile_offset<kRowBytes>(lane % 8, j * 2 + lane / 8));
+      q[j][0] = r[0];
+      q[j][1] = r[1];
+      q[j + 1][0] = r[2];
+      q[j + 1][1] = r[3];
     }
   }
 

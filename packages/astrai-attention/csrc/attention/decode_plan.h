@@ -69,8 +69,10 @@ constexpr int decode_inbox_bytes(int head_dim) {
   return kDecodeHeads * head_dim * 4 + kDecodeMaxParts * (16 + kDecodeHeads * 8) + 16;
 }
 
-// The queries, which lie in registers for the MMAs.
-constexpr int decode_queries_bytes(int head_dim) { return kMma ? 0 : kDecodeHeads * head_dim * 4; }
+// The queries, in bf16 for the MMAs, else in fp32.
+constexpr int decode_queries_bytes(int head_dim) {
+  return kDecodeHeads * head_dim * (kMma ? 2 : 4);
+}
 
 constexpr int decode_smem_bytes(int image_arch, int head_dim, int warps) {
   return decode_ring_bytes(image_arch, head_dim, warps) + decode_inbox_bytes(head_dim) +

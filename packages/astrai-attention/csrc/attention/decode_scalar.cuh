@@ -35,19 +35,16 @@ struct ScalarWarp {
 
   static __device__ __forceinline__ int token_of(int lane, int) { return lane % kTile; }
 
-  // By all warps of the CTA.
-  template <class Kv>
-  __device__ __forceinline__ void load_q(const DecodeParams<Kv>& p, int batch, int first_head,
-                                         int heads, int lane, char* smem) {
-    auto* const to = reinterpret_cast<float*>(smem);
-    for (int i = threadIdx.x; i < kDecodeHeads * kHeadDim; i += blockDim.x) {
-      const int h = i / kHeadDim;
-      const __nv_bfloat16* from =
-          p.q + batch * p.q_stride.batch + (first_head + h) * p.q_stride.head + i % kHeadDim;
-      to[i] = h < heads ? __bfloat162float(*from) : 0.0f;
-    }
-    __syncthreads();
-    q = to + lane / kTile * kHeads * kHeadDim;
+  static __device__ __forceinline__ void put_q(char* smem, int head, int piece, uint4 value) {
+    float x[8];
+    unpack_8(value, x);
+    auto* const to = reinterpret_cast<float4*>(smem) + (head * kHeadDim + piece * 8) / 4;
+    to[0] = make_float4(x[0], x[1], x[2], x[3]);
+    to[1] = make_float4(x[4], x[5], x[6], x[7]);
+  }
+
+  __device__ __forceinline__ void load_q(const char* smem, int lane) {
+    q = reinterpret_cast<const float*>(smem) + lane / kTile * kHeads * kHeadDim;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       maximum[h] = kMinusInfinity;

@@ -21,14 +21,17 @@ struct ContigKv {
 
   __device__ __forceinline__ int page(int, int) const { return 0; }
 
-  // Element offset of a position's row, for both k and v.
-  __device__ __forceinline__ int64_t row(int batch, int head, int /*page*/, int position) const {
-    return batch * batch_stride + position * token_stride + head * head_stride;
+  // The sum of both is the element offset of a position's row, for both k and v.
+  __device__ __forceinline__ int64_t base(int batch, int head) const {
+    return batch * batch_stride + head * head_stride;
+  }
+  __device__ __forceinline__ int64_t row(int /*page*/, int position) const {
+    return position * token_stride;
   }
 #endif
 };
 
-// Page ids past a sequence's last page are never read: they may be anything.
+// Page ids past a sequence's last page may be anything: what is read of them is not used.
 struct PagedKv {
   const __nv_bfloat16*
       k;  // pool: [pages, page_size, kv_heads, head_dim] in any order of the middle two
@@ -50,9 +53,9 @@ struct PagedKv {
     return page_table[batch * table_stride + (position >> page_shift)];
   }
 
-  __device__ __forceinline__ int64_t row(int, int head, int page, int position) const {
-    return page * page_stride + (position & ((1 << page_shift) - 1)) * token_stride +
-           head * head_stride;
+  __device__ __forceinline__ int64_t base(int, int head) const { return head * head_stride; }
+  __device__ __forceinline__ int64_t row(int page, int position) const {
+    return page * page_stride + (position & ((1 << page_shift) - 1)) * token_stride;
   }
 #endif
 };

@@ -75,7 +75,7 @@ struct KvLoader {
       page = look_up(own_row);
       locate(0);
     } else {
-      k = kv.k + kv.row(batch, head, 0, lane_row) + lane % Shape::kPieces * 8;
+      k = kv.k + kv.base(batch, head) + kv.row(0, lane_row) + lane % Shape::kPieces * 8;
     }
   }
 

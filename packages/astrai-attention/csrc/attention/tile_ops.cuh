@@ -64,15 +64,18 @@ __device__ __forceinline__ float round_to_bf16(float x) {
   return __bfloat162float(__float2bfloat16_rn(x));
 }
 
-// Eight numbers of a tile.
-__device__ __forceinline__ void load_8(uint32_t smem, float (&x)[8]) {
-  const uint4 packed = ld_shared_16(smem);
+__device__ __forceinline__ void unpack_8(uint4 packed, float (&x)[8]) {
   const uint32_t pairs[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     x[2 * i] = __uint_as_float(pairs[i] << 16);
     x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
   }
+}
+
+// Eight numbers of a tile.
+__device__ __forceinline__ void load_8(uint32_t smem, float (&x)[8]) {
+  unpack_8(ld_shared_16(smem), x);
 }
 
 __device__ __forceinline__ void st_shared_4(uint32_t smem, uint32_t value) {
