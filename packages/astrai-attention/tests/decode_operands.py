@@ -60,7 +60,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass
 class Paged:
-    """Sequences in pages in random order; NaN and huge ids wherever nothing may be read."""
+    """Sequences in pages in random order; NaN past their lengths, and ids that lead nowhere."""
 
     k_pool: Tensor
     v_pool: Tensor

@@ -26,7 +26,6 @@
 // fills its ring ahead, which at head_dim 64 and 16,384 tokens of 8 heads is 25 of 34 MB.
 //
 // Floor. The bytes of K and V at the read bandwidth, plus 3 us: wait, length and page ids, first tile, merge.
-// On an H200 one sequence of 4,096 tokens of 8 heads of 128 takes 5.0 us to read alone in this grid, 7.8 here.
 //
 // What lost:
 // - Clusters of 16: at batch 1 seven of eight find a place, and 131,072 tokens took 153 us. Of 8 at that length:
@@ -37,7 +36,8 @@
 // - The release of a cluster barrier in place of counted stores, a fence of the whole GPU: 0.3 us.
 // - Four warps on an SM, too few to hide one another: 188 us.
 // - Page ids one tile ahead instead of two: 2 % slower over pages of 16; two ahead instead of eight 3 to 8 % from
-//   four tiles of a warp on, but with static_cache 3 to 7 % faster.
+//   four tiles of a warp on, but with static_cache 3 to 7 % faster. Ids of 32 tiles at once: 3 us slower for one
+//   sequence of 32,768 or more.
 // - Bringing the first tiles to L2 before the wait by default, of pages by ids read early: 3 to 5 % faster for
 //   one sequence of 4,096, 1 to 2 % slower for 8 of 1,024 or 4 of 8,192.
 // - No dependent launch of long sequences over pages: 1 % faster for one of 131,072, but a graph planned for
@@ -51,6 +51,7 @@
 //   its end: 1 to 2 us a layer, the next linear fills its ring too late.
 #pragma once
 
+#include "astrai/device/async_copy.cuh"
 #include "astrai/device/cluster.cuh"
 #include "astrai/device/pdl.cuh"
 #include "attention/decode_loads.cuh"
@@ -70,6 +71,9 @@ struct Merge {
   static constexpr int kBarrierAt = kRingBytes + decode_inbox_bytes(kHeadDim) - 16;
   static constexpr int kStatsAt = kBarrierAt - kDecodeMaxParts * kDecodeHeads * 8;
   static constexpr int kQueriesAt = kBarrierAt + 16;
+  static_assert(kQueriesAt % 16 == 0);
+  static_assert(kQueriesAt + decode_queries_bytes(kHeadDim) ==
+                decode_smem_bytes(kDecodeArch, kHeadDim, kWarps));
 
   float* sums;       // [warps][kDecodeHeads][kPitch]
   float2* stats;     // [warps][kDecodeHeads]: maximum, sum
@@ -308,10 +312,11 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
   // Splits with tokens; merge_kernel does not know the length.
   const bool inside = p.arrivals != nullptr;
   const int used = inside ? min(p.splits, max(1, (tiles + kWarps - 1) / kWarps)) : p.splits;
-  loader.length = length;
-  // Where page ids are waited for; else behind the ring's copies, which would wait for it.
-  const bool with_ids = Loader::kPaged && !early;
-  if (with_ids) queries.template put<Warp>(smem + merge.kQueriesAt);
+  loader.set_length(length);
+  // Over pages a warp waits for their ids anyway, and the queries come with them; else these stores, which wait
+  // for the queries, would hold up the ring's copies.
+  const bool puts_first = Loader::kPaged && !early;
+  if (puts_first) queries.template put<Warp>(smem + merge.kQueriesAt);
   // Before the wait there is time to fill the ring.
   for (int i = 0; i < (early ? kStages : kStages - 1); ++i) {
     if (early && loader.has_fresh()) pdl_wait();
@@ -324,7 +329,7 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
 
   if (split < used) {
     Warp state;
-    if (!with_ids) queries.template put<Warp>(smem + merge.kQueriesAt);
+    if (!puts_first) queries.template put<Warp>(smem + merge.kQueriesAt);
     __syncthreads();
     state.load_q(smem + merge.kQueriesAt, lane);
     if constexpr (Loader::kPaged) {

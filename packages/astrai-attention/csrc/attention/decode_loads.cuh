@@ -30,6 +30,7 @@ struct TileLoader {
   static constexpr int kBlock = 16;
   static constexpr int kBlocks = kTile / kBlock;
   static constexpr int kAhead = 8;
+  static_assert(kAhead * kBlocks <= 32, "an id in each lane");
 
   const DecodeParams<Kv>& p;
   const int batch, head, step, lane;
@@ -37,7 +38,7 @@ struct TileLoader {
   const uint64_t policy;
   int64_t base;    // of this lane's piece in a row of the sequence and head
   const int* ids;  // of the sequence's pages
-  int length;      // set when the ids of the first tiles are on their way
+  int length;      // max_length until the sequence's is known
   int tile, slot;
   // Page ids, and those to use after them: an id takes longer to come than a tile. A lane has that of token
   // lane % kTile of the next tile; `by_lanes` that of a block of one of the next kAhead tiles, `turn` of which
@@ -72,9 +73,7 @@ struct TileLoader {
     if constexpr (kPaged) return 1 << p.kv.page_shift >= kBlock;
     return true;
   }
-  __device__ __forceinline__ int position_of(int tile) const {
-    return tile * kTile + (kPaged ? lane % kTile : 0);
-  }
+  __device__ __forceinline__ int position_of(int tile) const { return tile * kTile + lane % kTile; }
   // With a static cache the first ids come before the wait, and those of two tiles sooner than of eight.
   __device__ __forceinline__ bool by_lanes() const {
     return kPaged && in_blocks() && !p.static_cache;
@@ -83,7 +82,7 @@ struct TileLoader {
   // This lane's id, of those for `tile` and on.
   __device__ __forceinline__ int page_of(int tile) const {
     if constexpr (kPaged) {
-      // Positions past 2^31 are past any length.
+      // At most 2^30 and 41 steps: no overflow. Unsigned saves the extension of the sign.
       uint32_t position = position_of(tile);
       bool is_one = true;
       if (by_lanes()) {
@@ -96,10 +95,17 @@ struct TileLoader {
     return 0;
   }
 
+  // Tiles from the first one of `page` to that of `later_page`.
+  __device__ __forceinline__ int stride_of_pages() const {
+    return (by_lanes() ? kAhead : 1) * step;
+  }
+
+  // Before the length is known: what lies past it is not used.
   __device__ __forceinline__ void load_pages() {
     page = page_of(tile);
-    later_page = page_of(tile + (by_lanes() ? kAhead : 1) * step);
+    later_page = page_of(tile + stride_of_pages());
   }
+  __device__ __forceinline__ void set_length(int tokens) { length = tokens; }
 
   // Whether the next tile has a token that comes from `fresh`.
   __device__ __forceinline__ bool has_fresh() const {
@@ -155,7 +161,7 @@ struct TileLoader {
       if (!by_lanes() || ++turn == kAhead) {
         turn = 0;
         page = later_page;
-        later_page = page_of(tile + (by_lanes() ? kAhead : 1) * step);
+        later_page = page_of(tile + stride_of_pages());
       }
     }
     // Empty groups keep the count of pending groups equal to the distance from the MMAs.
@@ -163,9 +169,9 @@ struct TileLoader {
   }
 };
 
-// The queries of a CTA, on their way to shared memory, a line of a head by 8 lanes. Of few places of L2 that many
-// CTAs want at once each request takes its turn: with 16 requests of each warp instead, as the MMA's fragments
-// have them, one sequence of 4,096 tokens took 10.2 us instead of 7.8.
+// The queries of a CTA, on their way to shared memory in pieces of 16 bytes. All CTAs of a unit want them at once,
+// from a few lines of L2, which serve one request after the other: read by each warp as the MMA's fragments
+// have them, 4 bytes a lane, they came a microsecond or two later.
 template <int kHeadDim, int kThreads>
 struct QueryPieces {
   static constexpr int kRow = kHeadDim / 8;

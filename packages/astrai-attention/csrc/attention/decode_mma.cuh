@@ -34,6 +34,7 @@ struct MmaWarp {
 
   static __device__ __forceinline__ int token_of(int lane, int i) { return lane / 4 + i * 8; }
 
+  // A piece of 16 bytes. Between this and load_q stands a barrier of the CTA.
   static __device__ __forceinline__ void put_q(char* smem, int head, int piece, uint4 value) {
     *reinterpret_cast<uint4*>(smem + tile_offset<kRowBytes>(head, piece)) = value;
   }

@@ -35,6 +35,7 @@ struct ScalarWarp {
 
   static __device__ __forceinline__ int token_of(int lane, int) { return lane % kTile; }
 
+  // A piece of 16 bytes. Between this and load_q stands a barrier of the CTA.
   static __device__ __forceinline__ void put_q(char* smem, int head, int piece, uint4 value) {
     float x[8];
     unpack_8(value, x);

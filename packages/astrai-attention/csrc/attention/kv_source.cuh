@@ -19,8 +19,6 @@ struct ContigKv {
 #if defined(__CUDACC__)
   __device__ __forceinline__ int kv_len(int) const { return length; }
 
-  __device__ __forceinline__ int page(int, int) const { return 0; }
-
   // The sum of both is the element offset of a position's row, for both k and v.
   __device__ __forceinline__ int64_t base(int batch, int head) const {
     return batch * batch_stride + head * head_stride;
@@ -31,7 +29,7 @@ struct ContigKv {
 #endif
 };
 
-// Page ids past a sequence's last page may be anything: what is read of them is not used.
+// Page ids past a sequence's last page may be anything: no address made of them is read.
 struct PagedKv {
   const __nv_bfloat16*
       k;  // pool: [pages, page_size, kv_heads, head_dim] in any order of the middle two
@@ -48,7 +46,7 @@ struct PagedKv {
     return ragged ? lengths[batch + 1] - lengths[batch] : lengths[batch];
   }
 
-  // The page of a position, for `row`: its id takes a read, which callers do ahead.
+  // The page of a position, for `row`; its id takes a read.
   __device__ __forceinline__ int page(int batch, int position) const {
     return page_table[batch * table_stride + (position >> page_shift)];
   }

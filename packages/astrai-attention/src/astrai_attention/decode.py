@@ -192,7 +192,8 @@ def attn_paged_decode(
     The token at position ``p`` of sequence ``b`` is in page ``page_table[b, p // page_size]``, slot
     ``p % page_size``. Lengths are read on the device: a captured graph serves any lengths up to the
     capacity of ``page_table``, ``page_table.shape[1] * page_size``, by which its work is split.
-    Ids of pages past a sequence's length are not read, nor is the memory past it.
+    Entries of ``page_table`` past a sequence's length may hold anything; K and V past it are not
+    read.
 
     Args:
         q: ``[batch, 1, q_heads, head_dim]``, bf16, head_dim 32, 64, 128 or 256.
