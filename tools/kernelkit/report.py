@@ -66,7 +66,7 @@ def render(folder: Path) -> str:
         first = rows[0]
         parts.append(
             f"\n## {first.family} on {first.gpu}\n\n"
-            f"torch {first.torch}, CUDA {first.cuda}, driver {first.driver}, {first.date}\n"
+            f"torch {first.torch}, CUDA {first.cuda}, driver {first.driver}, {first.date[:10]}\n"
         )
         tables = TABLES[first.family]
         if unknown := {(r.op, r.provider) for r in rows if r.provider not in tables.get(r.op, ())}:

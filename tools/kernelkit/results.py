@@ -22,7 +22,10 @@ _TEXT = ("family", "op", "case", "provider", "gpu", "torch", "cuda", "driver", "
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. A figure that makes no sense for an op is None."""
+    """One measurement. A figure that makes no sense for an op is None.
+
+    Rows of one GPU and one `date`, to the minute, are of one run, and can be compared.
+    """
 
     family: str
     op: str
@@ -52,7 +55,7 @@ class Row:
                 raise ValueError(f"{name}: expected a finite number >= 0, got {value!r}")
         if self.median_us == 0:
             raise ValueError("median_us: expected a positive number, got 0")
-        datetime.date.fromisoformat(self.date)
+        datetime.datetime.fromisoformat(self.date)
 
     @property
     def key(self) -> Key:
@@ -72,7 +75,7 @@ class Environment:
 
     @classmethod
     def current(cls) -> Environment:
-        """The current GPU, software and day."""
+        """The current GPU, software and minute."""
         driver = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             check=True,
@@ -84,7 +87,7 @@ class Environment:
             torch=torch.__version__,
             cuda=str(torch.version.cuda),
             driver=driver,
-            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
         )
 
     def row(

@@ -8,7 +8,7 @@ import pytest
 
 from kernelkit.results import Environment, load, markdown, merge, results_path
 
-HERE = Environment("NVIDIA H200", "2.11.0", "13.0", "580.1", "2026-01-31")
+HERE = Environment("NVIDIA H200", "2.11.0", "13.0", "580.1", "2026-01-31T08:30+00:00")
 
 
 def row(case="M=1,N=2,K=3", provider="astrai", us=2.0, **kwargs):
@@ -34,6 +34,10 @@ def test_rates_come_from_bytes_and_flops():
 def test_a_row_is_checked(field, value, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(row(), **{field: value})
+
+
+def test_dates_without_a_time_are_dates():
+    assert dataclasses.replace(row(), date="2026-01-31").date == "2026-01-31"
 
 
 def test_merge_replaces_by_key_and_orders_cases_as_numbers(tmp_path):
