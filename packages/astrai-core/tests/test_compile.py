@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 import astrai_core
+from astrai_core.attn import TorchNativeBackend
 from astrai_core.ops import _select, _traced
 from conftest import Site
 
@@ -326,6 +327,21 @@ def test_attention_is_torchs_and_asks_what_is_demanded_while_it_traces(
     monkeypatch.setenv("ASTR_BACKEND", "none")
     with astrai_core.attn_backend("cuda"):
         assert torch.equal(compiled(q, q, q), expected)
+
+
+def test_a_backend_derived_from_torchs_is_not_taken_for_it_in_a_trace() -> None:
+    class Mine(TorchNativeBackend):
+        pass
+
+    q = torch.randn(1, 3, 2, 8)
+    compiled = torch.compile(astrai_core.attention, fullgraph=True, backend="eager")
+    with (
+        astrai_core.attn_backend(Mine),
+        pytest.raises(Exception, match=r"Mine is demanded by attn_backend\(\): torch.compile tr"),
+    ):
+        compiled(q, q, q)
+    with astrai_core.attn_backend("torch_native"):
+        assert torch.equal(compiled(q, q, q), astrai_core.attention(q, q, q))
 
 
 def gated(x: Tensor, up: Tensor, gate: Tensor) -> Tensor:

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from .backends import TorchNativeBackend
-from .dispatch import demanded_name
+from .dispatch import other_than_torch
 
 _torch = TorchNativeBackend()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _demanded() -> str:
-    return demanded_name()
+    return other_than_torch()
 
 
 def attention(call: tuple[Any, ...]) -> Tensor:
     """`astrai_core.attention` in a trace."""
-    demanded = _demanded()
-    if demanded not in ("", _torch.name):
+    if demanded := _demanded():
         raise RuntimeError(
             f"attention: {demanded} is demanded by attn_backend(): torch.compile traces the call"
         )

@@ -211,24 +211,27 @@ def note_elsewhere(call: tuple[Any, ...], name: str, reason: str) -> None:
         RuntimeError: the context demands a backend, and not torch's.
         ValueError: as `get_backend`.
     """
-    demanded = demanded_name()
-    if demanded not in ("", TorchNativeBackend.name):
+    if demanded := other_than_torch():
         raise RuntimeError(f"attention: {demanded} is demanded by attn_backend(): {reason}")
     if reports := recording.active():
         _record(reports, call, name, dict.fromkeys(_BACKENDS, reason))
 
 
-def demanded_name() -> str:
-    """Name of the backend that the context demands, empty without one.
+def other_than_torch() -> str:
+    """Name of the backend that the context demands; empty without one, or where it is torch's own.
 
     Raises:
         ValueError: as `get_backend`.
     """
     demanded = _context.get()
-    if demanded is not None:
-        return demanded.name
-    _variable()
-    return ""
+    if demanded is None:
+        _variable()
+        return ""
+    if type(demanded) is TorchNativeBackend:
+        return ""
+    # A subclass may have its name too.
+    kind = type(demanded).__name__
+    return kind if demanded.name == TorchNativeBackend.name else demanded.name
 
 
 def _resolve(backend: Any) -> AttentionBackend:
