@@ -220,3 +220,11 @@ def preferred(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     rows: list[Row] = []
     monkeypatch.setattr(tables, "rows_for", lambda _: tuple(rows))
     return rows
+
+
+@pytest.fixture
+def no_earlier_trace() -> Iterator[None]:
+    """What torch.compile traces here no other test runs, nor the other way round."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

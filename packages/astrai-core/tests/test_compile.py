@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +16,13 @@ from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 import astrai_core
-from astrai_core.attn import TorchNativeBackend
 from astrai_core.ops import _select, _traced
 from conftest import Site
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own
+    pytest.mark.usefixtures("no_earlier_trace"),
+]
 
 # As a family registers its ops: in the namespace of its import name. The operator of swiglu is this
 # package's own, and calls the family's function.
@@ -67,13 +69,6 @@ def mlp(x: Tensor, up: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
 
 def eager(x: Tensor, up: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, up) * F.silu(F.linear(x, gate)) + F.linear(x, up, bias)
-
-
-@pytest.fixture(autouse=True)
-def _no_earlier_trace() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -306,42 +301,6 @@ def test_a_demand_is_strict(kernels: Any) -> None:
     ):
         compiled(randn(9, 16), randn(8, 16))
     assert kernels.calls == []
-
-
-def test_attention_is_torchs_and_asks_what_is_demanded_while_it_traces(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    q = torch.randn(1, 3, 2, 8)
-    compiled = torch.compile(astrai_core.attention, fullgraph=True, backend="eager")
-    with (
-        astrai_core.attn_backend("cuda"),
-        pytest.raises(Exception, match=r"cuda is demanded by attn_backend\(\): torch.compile tr"),
-    ):
-        compiled(q, q, q)
-    monkeypatch.setenv("ASTR_BACKEND", "none")
-    with pytest.raises(Exception, match="ASTR_BACKEND: expected cuda, flash, torch_native, got"):
-        compiled(q, q, q)
-    monkeypatch.setenv("ASTR_BACKEND", "cuda")
-    expected = compiled(q, q, q)
-    # As it is documented: what is traced is not asked again.
-    monkeypatch.setenv("ASTR_BACKEND", "none")
-    with astrai_core.attn_backend("cuda"):
-        assert torch.equal(compiled(q, q, q), expected)
-
-
-def test_a_backend_derived_from_torchs_is_not_taken_for_it_in_a_trace() -> None:
-    class Mine(TorchNativeBackend):
-        pass
-
-    q = torch.randn(1, 3, 2, 8)
-    compiled = torch.compile(astrai_core.attention, fullgraph=True, backend="eager")
-    with (
-        astrai_core.attn_backend(Mine),
-        pytest.raises(Exception, match=r"Mine is demanded by attn_backend\(\): torch.compile tr"),
-    ):
-        compiled(q, q, q)
-    with astrai_core.attn_backend("torch_native"):
-        assert torch.equal(compiled(q, q, q), astrai_core.attention(q, q, q))
 
 
 def gated(x: Tensor, up: Tensor, gate: Tensor) -> Tensor:
