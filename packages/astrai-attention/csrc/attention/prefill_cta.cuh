@@ -91,7 +91,7 @@ struct KvLoader {
 
   __device__ __forceinline__ void locate(int begin) {
     const int row = begin + own_row;
-    offset = page * kv.page_stride + (row & ((1 << kv.page_shift) - 1)) * kv.token_stride;
+    offset = kv.row(page, row);
     page = look_up(row + Shape::kBlockN);
   }
 
@@ -184,7 +184,7 @@ __device__ __forceinline__ bool begin_warp(const PrefillParams<Schedule, Kv>& p,
     place.lse = tile.batch * p.lse_batch + head * p.lse_head + tile.start + first;
     if constexpr (std::is_same_v<Kv, PagedKv>) {
       place.pages = p.kv.page_table + tile.batch * p.kv.table_stride;
-      place.pool = p.kv.k + head / p.group * p.kv.head_stride;
+      place.pool = p.kv.k + p.kv.base(tile.batch, head / p.group);
     }
     if constexpr (kMasked)
       place.mask = p.mask.data + tile.batch * p.mask.batch_stride + first * p.mask.row_stride;
