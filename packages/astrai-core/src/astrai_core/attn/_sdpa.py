@@ -59,8 +59,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool)
     # A single query at the end attends to everything. (Sizes are tensors to torch.jit.trace.)
     is_causal = bool(is_causal and q_len > 1)
     # A trace has the sizes of an example: equal ones may differ when it runs.
-    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if is_causal and (mask is not None or is_traced or q_len != kv_len):
+    if is_causal and (
+        mask is not None or q_len != kv_len or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    ):
         # torch would align it to the first key.
         causal = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - q_len)
         mask = causal[None, None] if mask is None else mask & causal
