@@ -233,8 +233,10 @@ py::dict plan_dict(int m, int n, int k, int64_t row_stride, uint64_t weight_addr
   py::dict result;
   result["source"] = kSources[static_cast<int>(plan.source)];
   result["parts"] = plan.parts;
+  result["segments"] = plan.segments;
   result["resident"] = plan.resident;
   result["window"] = plan.window;
+  result["held"] = plan.held;
   result["grid"] = plan.grid;
   result["smem_bytes"] = plan.smem_bytes;
   result["programmatic"] = plan.programmatic;

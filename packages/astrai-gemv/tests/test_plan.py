@@ -60,9 +60,25 @@ def test_row_source(changes: dict[str, Any], source: str) -> None:
     assert plan(**changes)["source"] == source
 
 
-@pytest.mark.parametrize(("k", "resident"), [(8, True), (4096, True), (4104, False), (8192, False)])
-def test_x_stays_in_registers_up_to_4096(k: int, resident: bool) -> None:
-    assert plan(n=8192, k=k)["resident"] is resident
+@pytest.mark.parametrize(
+    ("m", "k", "held"),
+    [(1, 8, 1), (4, 4096, 1), (1, 4104, 2), (4, 8192, 2), (1, 8200, 0), (5, 4096, 1), (8, 4104, 0)],
+)
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_x_stays_in_registers(m: int, k: int, held: int, swiglu: bool) -> None:
+    """Two windows of up to 4 tokens take as many registers as one of 8."""
+    found = plan(n=8192, k=k, m=m, swiglu=swiglu)
+    assert found["segments"] == (2 if m <= 4 else 1)
+    assert found["resident"] is (held > 0)
+    assert found["held"] == max(held, 1)
+
+
+@pytest.mark.parametrize("m", [1, 8])
+@pytest.mark.parametrize(("k", "resident"), [(4095, True), (4097, False)])
+def test_unaligned_rows_have_one_segment(m: int, k: int, resident: bool) -> None:
+    found = plan(n=8192, k=k, m=m)
+    assert (found["segments"], found["held"]) == (1, 1)
+    assert found["resident"] is resident
 
 
 @pytest.mark.parametrize(
@@ -98,8 +114,10 @@ def test_a_cluster_shares_a_long_k_of_few_rows(changes: dict[str, Any], parts: i
     ("k", "window"),
     [(8, 1), (1024, 1), (1025, 2), (4096, 4), (5120, 3), (8192, 4), (9217, 4), (14336, 4)],
 )
-def test_windows_of_x_are_of_one_size(k: int, window: int) -> None:
-    assert plan(n=8192, k=k)["window"] == window
+@pytest.mark.parametrize("m", [1, 8])
+def test_windows_of_x_are_of_one_size(m: int, k: int, window: int) -> None:
+    """For any M the same: each window's products are added by themselves."""
+    assert plan(n=8192, k=k, m=m)["window"] == window
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ namespace astrai::gemv {
 const DeviceInfo& device_info(int device) {
   return cached_device(device, [device] {
     const auto* kernel =
-        reinterpret_cast<const void*>(gemv_kernel<RowSource::kAligned, true, false>);
+        reinterpret_cast<const void*>(gemv_kernel<RowSource::kAligned, true, false, 1, 1>);
     return query_device(device, kernel, "astrai-gemv");
   });
 }

@@ -7,10 +7,10 @@
 
 namespace astrai::gemv {
 
-template <RowSource kSource, bool kResident, bool kSplit>
+template <RowSource kSource, bool kResident, bool kSplit, int kSegments, int kHeld>
 void launch_instance(const GemvParams& params, const GemvPlan& plan, int device,
                      cudaStream_t stream, const char* what) {
-  auto* kernel = gemv_kernel<kSource, kResident, kSplit>;
+  auto* kernel = gemv_kernel<kSource, kResident, kSplit, kSegments, kHeld>;
   static SmemOptIn opt_in;
   opt_in(kernel, plan.smem_bytes, device, what);
   LaunchShape shape;
@@ -22,16 +22,27 @@ void launch_instance(const GemvParams& params, const GemvPlan& plan, int device,
   launch(kernel, shape, stream, what, params);
 }
 
+template <RowSource kSource, int kSegments>
+void launch_segments(const GemvParams& params, const GemvPlan& plan, int device,
+                     cudaStream_t stream, const char* what) {
+  if constexpr (kSource != RowSource::kUnaligned)
+    if (plan.parts > 1)
+      return launch_instance<kSource, true, true, kSegments, 1>(params, plan, device, stream, what);
+  if constexpr (kSegments == 2)
+    if (plan.held == 2)
+      return launch_instance<kSource, true, false, 2, 2>(params, plan, device, stream, what);
+  if (plan.resident)
+    launch_instance<kSource, true, false, kSegments, 1>(params, plan, device, stream, what);
+  else
+    launch_instance<kSource, false, false, kSegments, 1>(params, plan, device, stream, what);
+}
+
 template <RowSource kSource>
 void launch_source(const GemvParams& params, const GemvPlan& plan, int device, cudaStream_t stream,
                    const char* what) {
   if constexpr (kSource != RowSource::kUnaligned)
-    if (plan.parts > 1)
-      return launch_instance<kSource, true, true>(params, plan, device, stream, what);
-  if (plan.resident)
-    launch_instance<kSource, true, false>(params, plan, device, stream, what);
-  else
-    launch_instance<kSource, false, false>(params, plan, device, stream, what);
+    if (plan.segments == 2) return launch_segments<kSource, 2>(params, plan, device, stream, what);
+  launch_segments<kSource, 1>(params, plan, device, stream, what);
 }
 
 }  // namespace astrai::gemv

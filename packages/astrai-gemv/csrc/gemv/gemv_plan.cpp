@@ -66,16 +66,18 @@ GemvPlan plan_gemv(const GemvProblem& p, const DeviceInfo& device) {
   plan.programmatic = device.image_arch >= 90;
   plan.parts = parts_of(p, plan.source, device);
   const int k = (p.k + plan.parts - 1) / plan.parts;
-  plan.resident = k <= kResidentK;
+  plan.segments = plan.source != RowSource::kUnaligned && p.m <= kMaxTokens / 2 ? 2 : 1;
+  plan.resident = k <= plan.segments * kResidentK;
   // Windows of one size: K = 5,120 is 3 + 2 chunks per warp; 4 + 1 would end in a narrow sweep.
   const int chunks = (k + kWarps * kChunk - 1) / (kWarps * kChunk);
   const int windows = (chunks + kWindow - 1) / kWindow;
   plan.window = (chunks + windows - 1) / windows;
+  plan.held = plan.resident ? windows : 1;
   plan.grid = plan.parts * std::min(device.sm_count / plan.parts, p.n);
   // The same number of CTAs for each class of rows.
   if (plan.source == RowSource::kUnaligned)
     plan.grid = plan.grid > kClasses ? plan.grid - plan.grid % kClasses : std::min(kClasses, p.n);
-  plan.smem_bytes = smem_bytes(device.image_arch) + (plan.parts > 1 ? kBarrierBytes : 0);
+  plan.smem_bytes = smem_bytes(device.image_arch);
   if (plan.programmatic && is_dealt_out(p, plan.parts, device)) plan.grid = 2 * device.sm_count;
   expect_smem(device, plan.smem_bytes);
   return plan;

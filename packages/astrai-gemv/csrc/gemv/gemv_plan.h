@@ -23,8 +23,10 @@ struct GemvProblem {
 struct GemvPlan {
   RowSource source;
   int parts;          // CTAs of a cluster, each with a part of K of the same rows
+  int segments;       // of K, which share the MMA's columns with the tokens: 2 for up to 4
   bool resident;      // all of a CTA's x stays in registers
-  int window;         // chunks of x that a warp keeps in registers at a time
+  int window;         // chunks of x whose products a warp sums by themselves
+  int held;           // windows that registers hold
   int grid;           // CTAs
   int smem_bytes;     // per CTA
   bool programmatic;  // launch with programmatic dependent launch

@@ -33,14 +33,19 @@ constexpr int kBlockTiles = 4;
 // run on any of them.
 constexpr int stages_for(int image_arch) { return image_arch < 90 || image_arch >= 120 ? 4 : 6; }
 
-constexpr int smem_bytes(int image_arch) {
+constexpr int buffer_bytes(int image_arch) {
   return kWarps * (stages_for(image_arch) * kSlotBytes + 4 * kBlockTiles * kTileFloats);
 }
 
 constexpr int kBarrierBytes = 16;  // counts what the CTAs of a cluster send to each other
 
+// Behind the buffers and the barrier, each warp has a word.
+constexpr int smem_bytes(int image_arch) {
+  return buffer_bytes(image_arch) + kBarrierBytes + 4 * kWarps;
+}
+
 constexpr bool fits(int image_arch, int ctas, int smem_per_sm) {
-  return ctas * (smem_bytes(image_arch) + kBarrierBytes + 1024) <= smem_per_sm;
+  return ctas * (smem_bytes(image_arch) + 1024) <= smem_per_sm;
 }
 
 static_assert(fits(90, 2, 228 * 1024), "the next kernel must fit beside this one");
