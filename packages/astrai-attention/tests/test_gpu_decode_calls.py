@@ -241,7 +241,7 @@ def after_a_late_write(cache: Paged, late: str, *, static_cache: bool) -> list[b
     zeros = torch.zeros(1, 20_000, 1, 128, device="cuda", dtype=BF16)
     results = []
     for _ in range(10):
-        written.fill_(torch.nan)
+        arguments[late].fill_(torch.nan if operand.is_floating_point() else 1)
         attn_prefill(torch.zeros_like(written), zeros, zeros, out=written)
         results.append(attn_paged_decode(**arguments, static_cache=static_cache))
     return [torch.equal(result, expected) for result in results]
@@ -255,6 +255,14 @@ def test_operands_written_by_the_preceding_kernel(
 ) -> None:
     cache = paged([700, 90], page_size=16, capacity=capacity, head_dim=128, append=True)
     assert all(after_a_late_write(cache, late, static_cache=static_cache))
+
+
+@CAPACITIES
+def test_a_page_table_written_by_the_preceding_kernel(capacity: int) -> None:
+    cache = paged([700, 90], page_size=16, capacity=capacity, head_dim=128)
+    cache.k_pool.normal_()
+    cache.v_pool.normal_()
+    assert all(after_a_late_write(cache, "page_table", static_cache=False))
 
 
 @pytest.mark.parametrize("static_cache", [False, True])

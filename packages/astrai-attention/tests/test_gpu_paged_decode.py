@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 SMALL = pytest.mark.sanitize
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 2, 16, 64, 256])
+PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 2, 4, 16, 32, 64, 128, 256])
 APPEND = pytest.mark.parametrize("append", [False, True], ids=["", "append"])
 LAYOUTS = pytest.mark.parametrize("heads_first", [False, True], ids=["tokens", "heads"])
 
@@ -127,6 +127,28 @@ def test_batches(batch: int, head_dim: int, append: bool) -> None:
         lengths, page_size=16, capacity=4096, kv_heads=8, head_dim=head_dim, append=append
     )
     check_paged(cache, randn(batch, 1, 32, head_dim))
+
+
+@pytest.mark.parametrize("batch", [17, 33])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_many_tiles_of_a_warp(page_size: int, head_dim: int, batch: int) -> None:
+    """So many units that each has one CTA, whose warps take ids of eight tiles at a time."""
+    tile = 32 if head_dim == 64 else 16
+    turn = tile * (8 if batch == 17 else 4)  # tokens, of a tile of each warp
+    lengths = [0, 1, 18 * turn + 5]
+    for turns in (8, 16):
+        lengths += [turns * turn + more for more in (-1, 0, 1, tile, turn)]
+    lengths += [i * 97 % (18 * turn) for i in range(batch - len(lengths))]
+    cache = paged(
+        lengths,
+        page_size=page_size,
+        capacity=30 * turn,
+        kv_heads=8,
+        head_dim=head_dim,
+        append=True,
+    )
+    check_paged(cache, randn(batch, 1, 8, head_dim))
 
 
 @pytest.mark.parametrize(

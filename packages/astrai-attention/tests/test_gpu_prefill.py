@@ -245,7 +245,7 @@ RAGGED = (
 
 @HEAD_DIMS
 @pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [1, 2, 16, 64, 256])
+@pytest.mark.parametrize("page_size", [1, 2, 8, 16, 32, 64, 256])
 @pytest.mark.parametrize("lengths", RAGGED, ids=str)
 def test_ragged_batches(
     lengths: tuple[list[int], list[int]], page_size: int, heads_first: bool, head_dim: int
