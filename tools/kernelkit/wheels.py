@@ -8,6 +8,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -50,3 +51,15 @@ def stub_names(module: str) -> set[str]:
     stub = path_of(module).parent / f"{module.rpartition('.')[2]}.pyi"
     body = ast.parse(stub.read_text("utf-8")).body
     return {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def image_arch(sass: Iterable[str], ptx: Iterable[str], device_arch: int) -> int:
+    """The architecture of the code that the driver takes of a wheel's for a device, 0 for none.
+
+    Machine code runs from its minor version on, that of an `a` target on no other; failing that,
+    PTX is compiled.
+    """
+    images = [arch for arch in sass if not arch.endswith("a") or arch == f"{device_arch}a"]
+    numbers = [int(arch.rstrip("a")) for arch in images]
+    machine = [n for n in numbers if n // 10 == device_arch // 10 and n <= device_arch]
+    return max(machine or [n for n in map(int, ptx) if n <= device_arch], default=0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,11 +24,18 @@ APPEND = pytest.mark.parametrize("append", [False, True], ids=["", "append"])
 LAYOUTS = pytest.mark.parametrize("heads_first", [False, True], ids=["tokens", "heads"])
 
 
-def check_paged(cache: Paged, q: Tensor, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def check_paged(
+    cache: Paged, q: Tensor, *, scale: float | None = None, static_cache: bool = False
+) -> tuple[Tensor, Tensor]:
     """Poisoned output between guards; the pools hold what they should, and nothing else moved."""
     guarded = guarded_output(q.shape, device="cuda")
     result = attn_paged_decode(
-        q, **cache.arguments, scale=scale, return_lse=True, out=guarded.tensor
+        q,
+        **cache.arguments,
+        scale=scale,
+        return_lse=True,
+        out=guarded.tensor,
+        static_cache=static_cache,
     )
     assert result[0] is guarded.tensor
     guarded.check()
@@ -149,6 +157,38 @@ def test_many_tiles_of_a_warp(page_size: int, head_dim: int, batch: int) -> None
         append=True,
     )
     check_paged(cache, randn(batch, 1, 8, head_dim))
+
+
+# On an H200 one CTA, a cluster and splits; each warp asks for the ids of 16 of its tiles at once.
+@pytest.mark.parametrize(("kv_heads", "capacity"), [(8, 8192), (1, 3072), (1, 32_768)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+@APPEND
+def test_ids_past_a_sequence_are_not_used(
+    page_size: int, head_dim: int, kv_heads: int, capacity: int, append: bool
+) -> None:
+    """Those of pages of NaN beside the pools, and those that lead out of all memory."""
+    cache = paged(
+        [0, 1, 15, 16, 17, 31, 32, 33, 128 * 16, 128 * 16 + 1],
+        page_size=page_size,
+        capacity=capacity,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        append=append,
+    )
+    pages, *page = cache.k_pool.shape
+    table = cache.page_table.cpu()
+    unused = torch.tensor([-1, pages, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    unused = unused[torch.arange(table.numel()).view_as(table) % 4]
+    table = torch.where(table == NO_PAGE, unused, table).cuda()
+    q = randn(len(table), 1, 2 * kv_heads, head_dim)
+    for static_cache in (False, True):
+        wide = torch.full((2, pages + 2, *page), torch.nan, device="cuda", dtype=BF16)
+        pools = wide[:, 1:-1]
+        pools[0], pools[1] = cache.k_pool, cache.v_pool
+        hostile = replace(cache, k_pool=pools[0], v_pool=pools[1], page_table=table)
+        check_paged(hostile, q, static_cache=static_cache)
+        assert wide[:, [0, -1]].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_attention_parity import randn
-from tiny_llama import IDS, PADDED, llama, rows
+from tiny_llama import llama, rows
 from torch import Tensor
 
 import astrai_core
@@ -47,13 +47,16 @@ def passes(cache: PagedKVCache) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
 def test_passes_over_a_cache_are_torchs(page_size: int, layout: str) -> None:
     results = []
     for backend in ("cuda", "torch_native"):
         cache = PagedKVCache(
             LAYERS, 400 // page_size + 8, page_size, KV_HEADS, DIM, device="cuda", layout=layout
         )
+        for layer in range(LAYERS):
+            for pool in cache.pools(layer):
+                pool.fill_(torch.nan)
         with torch.no_grad(), attn_backend(backend):
             results.append(passes(cache))
     for ours, torchs in zip(*results, strict=True):
@@ -61,26 +64,37 @@ def test_passes_over_a_cache_are_torchs(page_size: int, layout: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_padded_sequence_is_the_one_without_its_padding() -> None:
-    """In prefill, and in the decoding step after it."""
+@pytest.mark.parametrize(("length", "begins"), [(7, (3, 0)), (150, (0, 70, 149))])
+def test_a_padded_sequence_is_the_one_without_its_padding(
+    length: int, begins: tuple[int, ...]
+) -> None:
+    """In prefill, and in the decoding step after it.
+
+    Of these weights bf16 costs 0.8 % of the largest logit; of larger ones, whose softmax is sharp,
+    12 %. A single key too many or too few costs a short sequence 26 % or more.
+    """
     register_attention()
-    model = llama("astrai", BF16).cuda()
-    ids, mask = IDS.cuda(), PADDED.cuda()
-    more, one = IDS[:, :1].cuda(), mask.new_ones(2, 1)
-    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    model = llama("astrai", BF16, initializer_range=0.05).cuda()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 64, (len(begins), length + 1), generator=generator).cuda()
+    mask = (torch.arange(length + 1) >= torch.tensor(begins)[:, None]).long().cuda()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.inference_mode(), astrai_core.explain() as report:
-        out = model(input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=True)
-        after = model(
-            input_ids=more,
-            attention_mask=torch.cat((mask, one), 1),
-            position_ids=position_ids[:, -1:] + 1,
-            past_key_values=out.past_key_values,
-        )
+        cache, pieces = None, []
+        for some in (slice(length), slice(length, None)):
+            out = model(
+                input_ids=ids[:, some],
+                attention_mask=mask[:, : some.stop],
+                position_ids=positions[:, some],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = out.past_key_values
+            pieces.append(out.logits)
     assert {row.chosen for row in rows(report)} == {"cuda"}
-    for index, begin in enumerate((3, 0)):
+    for index, begin in enumerate(begins):
         with torch.inference_mode():
-            whole = torch.cat((ids[index : index + 1, begin:], more[index : index + 1]), 1)
-            alone = model(input_ids=whole).logits[0]
-        found = torch.cat((out.logits[index, begin:], after.logits[index]))
+            alone = model(input_ids=ids[index : index + 1, begin:]).logits[0]
+        found = torch.cat(pieces, 1)[index, begin:]
         error = (found - alone).float().abs().max() / alone.float().abs().max()
-        assert error < 2e-2
+        assert error < 3e-2
