@@ -43,7 +43,8 @@ def host_if_small(*tensors: Tensor | None) -> list[Tensor | None]:
 @pytest.mark.parametrize(
     ("n", "k"),
     [s for s in LINEAR_SHAPES if s[0] * s[1] < 1e8]
-    + [(1, 1), (3, 2), (17, 8), (133, 1000), (264, 5000), (1000, 129), (40, 20000), (2113, 520)],
+    + [(1, 1), (3, 2), (17, 8), (133, 1000), (264, 5000), (1000, 129), (40, 20000), (2113, 520)]
+    + [(4300, 5000), (4300, 8192)],
 )
 def test_gemv(m: int, n: int, k: int) -> None:
     check_gemv(randn(m, k), randn(n, k), randn(n) if m % 2 else None)
@@ -112,15 +113,26 @@ def test_gemv_does_not_mix_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 4096), (256, 16384), (1000, 4096), (2048, 2048), (2048, 8192), (133, 4095)]
+    ("n", "k"),
+    [
+        *((1, 4096), (256, 16384), (1000, 4096), (2048, 2048), (2048, 8192), (133, 4095)),
+        # Up to 4 tokens hold two windows of x, more have one after the other; then all do.
+        *((4300, 4104), (4300, 5000), (4300, 8192), (4300, 9224), (4300, 14336)),
+    ],
 )
-def test_a_token_does_not_depend_on_those_beside_it(n: int, k: int) -> None:
+@pytest.mark.parametrize("op", ["gemv", "swiglu"])
+def test_a_token_does_not_depend_on_those_beside_it(op: str, n: int, k: int) -> None:
     """Whatever the plan: one CTA for a row, or clusters that share K."""
-    x, weight = randn(8, k), randn(n, k)
-    out = bf16_gemv(x, weight)
-    for m in (1, 3, 5):
-        assert torch.equal(bf16_gemv(x[:m], weight), out[:m])
-        assert torch.equal(bf16_gemv(x[m], weight), out[m])
+    k -= k % 8 if op == "swiglu" else 0
+    x, up, gate = randn(8, k, scale=k**-0.5), randn(n, k), randn(n, k)
+
+    def call(x: Tensor) -> Tensor:
+        return bf16_gemv(x, up) if op == "gemv" else bf16_swiglu(x, up, gate)
+
+    out = call(x)
+    for m in range(1, 8):
+        assert torch.equal(call(x[:m]), out[:m])
+        assert torch.equal(call(x[m]), out[m])
 
 
 @pytest.mark.parametrize("m", [1, 4, 5])
@@ -132,7 +144,7 @@ def test_gemv_of_static_weights(m: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize(
-    ("n", "k"), [(8192, 2048), (1000, 4096), (133, 8), (576, 1536), (77, 5000)]
+    ("n", "k"), [(8192, 2048), (1000, 4096), (133, 8), (576, 1536), (77, 5000), (2200, 5000)]
 )
 def test_swiglu(m: int, n: int, k: int) -> None:
     check_swiglu(randn(m, k, scale=k**-0.5), randn(n, k), randn(n, k))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import pytest
@@ -146,11 +147,39 @@ def test_in_a_chain_some_are_dealt_out(changes: dict[str, Any], ctas_per_sm: int
     assert found["grid"] == ctas_per_sm * changes.get("device", H200).sm_count
 
 
-@given(k=st.integers(4097, 2**27))
-def test_the_first_window_fills_the_ring(k: int) -> None:
+@given(
+    m=st.integers(1, 8), n=st.integers(1, 300_000), k=st.integers(4097, 2**27), swiglu=st.booleans()
+)
+def test_the_first_window_fills_the_ring(m: int, n: int, k: int, swiglu: bool) -> None:
     """The ring is filled before griddepcontrol.wait: x of a second window must not be in it."""
     slots_of_a_chunk, ring = 2, 6
-    assert slots_of_a_chunk * int(plan(n=8192, k=k)["window"]) >= ring
+    found = plan(m=m, n=n, k=k, swiglu=swiglu)
+    assert found["resident"] or slots_of_a_chunk * int(found["window"]) >= ring
+
+
+@given(
+    n=st.integers(1, 300_000),
+    k=st.integers(1, 70_000),
+    swiglu=st.booleans(),
+    static_weights=st.booleans(),
+    name=st.sampled_from(sorted(DEVICES)),
+)
+def test_what_is_added_to_what_does_not_depend_on_m(
+    n: int, k: int, swiglu: bool, static_weights: bool, name: str
+) -> None:
+    plans = [
+        plan(DEVICES[name], m=m, n=n, k=k, swiglu=swiglu, static_weights=static_weights)
+        for m in range(1, 9)
+    ]
+    order = ("source", "parts", "window")
+    assert len({tuple(found[key] for key in order) for found in plans}) == 1
+    for found in plans:
+        chunks_of_a_warp = ceil(ceil(k / found["parts"]) / 1024)
+        assert found["resident"] is (chunks_of_a_warp <= found["held"] * found["window"])
+        if found["held"] != 1:
+            assert found["held"] == found["segments"] == 2
+            assert found["parts"] == 1
+            assert found["resident"]
 
 
 def test_dependent_launch_follows_the_image_not_the_gpu() -> None:

@@ -10,7 +10,7 @@
 // k that a tile advances by, columns 0..3 have the first 32 and columns 4..7 the last (kSegments = 2), and A is 8
 // weight rows with both halves. That takes as many MMAs, of whose results a row's own segment is kept.
 // x takes half of the registers and comes by whole lines. One segment adds the same products in the same order,
-// so that a token's result does not depend on M.
+// so that a token's result does not depend on M. kUnaligned has one.
 //
 // Grid. One CTA per SM (two where a chain of kernels needs it: gemv_plan.cpp), each with an equal,
 // contiguous range of rows, walked in blocks of 4 tiles of up to 16 rows, all of one size. The 8 warps take
@@ -21,8 +21,8 @@
 // (kSplit), whose CTAs send one another the sums of the tiles that are the other's to finish. The partial sums
 // of the windows, then of the warps, then of the CTAs, are added in a fixed order through shared memory.
 //
-// Registers. All 128 that two CTAs for an SM leave to a thread, and none spilled but for kUnaligned with windows:
-// a spilled one costs 0.5 us. What is the same for a warp is read from one lane, for the compiler to have it
+// Registers. All 128 that two CTAs for an SM leave to a thread, and on sm_90 none spilled but for kUnaligned with
+// windows: a spilled one costs 0.5 us. What is the same for a warp is read from one lane, for the compiler to have it
 // in uniform registers.
 //
 // Shared memory. Each warp has a ring of its own, filled by cp.async: the main loop has no CTA
@@ -83,9 +83,6 @@ namespace astrai::gemv {
 constexpr int kBarrierAt = buffer_bytes(kImageArch);
 static_assert(kStages % 2 == 0, "slots hold the halves of chunks in turn");
 static_assert(kStages <= 6, "x must not be copied before the wait: a first window has 3 chunks");
-
-// Where only one CTA fits, registers are free.
-constexpr int kCtasPerSm = kImageArch >= 90 && kImageArch < 120 ? 2 : 1;
 
 __device__ __forceinline__ float round_bf16(float value) {
   return __bfloat162float(__float2bfloat16_rn(value));
@@ -173,21 +170,24 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
                  : producer.template issue<1>(i * kSlotBytes);
   };
   Windows<kSegments, kHeld> x;
+  // Not kSwiglu, whose calls of 8 tokens take 2 to 4 % longer with the exchange.
   constexpr bool kLines = kSource == RowSource::kAligned && kSegments == 1;
-  const std::conditional_t<kLines, XLines, XLoads<kSegments>> loads(p, all.offset, all.k, warp,
-                                                                    lane);
+  const auto loads = [&] {
+    if constexpr (kUnaligned)
+      return XWords{p, all, warp, lane};
+    else if constexpr (kLines)
+      return XLines(p, all.offset, all.k, warp, lane);
+    else
+      return XLoads<kSegments>(p, all.offset, all.k, warp, lane);
+  }();
   constexpr bool kWholeWindow = kResident && kHeld == 1;
   const auto load_x = [&](int window) {
 #pragma unroll
     for (int w = 0; w < kHeld; ++w)
 #pragma unroll
       for (int c = 0; c < kWindow; ++c) {
-        const int chunk = window + w * p.window + c;
         if (!kWholeWindow && c >= p.window) break;
-        if constexpr (!kUnaligned)
-          loads.load(chunk, x[w][c]);
-        else if (chunk < chunks)
-          load_unaligned(p, all, lane, warp + chunk * kWarps, x[w][c]);
+        loads.load(window + w * p.window + c, x[w][c]);
       }
   };
   const auto await_x = [&] {
@@ -231,23 +231,24 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     head_x = load_pair<false>(p.x + lane / 4 * p.k + lane % 4 * 2, all.head - lane % 4 * 2);
 
   // The block's first row, of which the warp's word has room where registers have none.
-  int kept = all.begin;
-  volatile int* const word = reinterpret_cast<int*>(smem + kBarrierAt + kBarrierBytes) + warp;
-  const auto block = [&] { return kFewRegisters<kSegments, kHeld> ? *word : kept; };
-  const auto set_block = [&](int row) {
+  int row_register = all.begin;
+  volatile int* const row_word = reinterpret_cast<int*>(smem + kBarrierAt + kBarrierBytes) + warp;
+  const auto block_row = [&] { return kFewRegisters<kSegments, kHeld> ? *row_word : row_register; };
+  const auto set_block_row = [&](int row) {
     if constexpr (kFewRegisters<kSegments, kHeld>) {
       __syncwarp();
-      if (lane == 0) *word = row;
+      if (lane == 0) *row_word = row;
       __syncwarp();
     } else {
-      kept = row;
+      row_register = row;
     }
   };
-  for (set_block(all.begin); block() < all.end; set_block(block() + kBlockTiles * all.per_tile)) {
-    const int tiles = all.tiles_of_block(block());
+  for (set_block_row(all.begin); block_row() < all.end;
+       set_block_row(block_row() + kBlockTiles * all.per_tile)) {
+    const int tiles = all.tiles_of_block(block_row());
     // One pass at least: a warp without chunks contributes zeros.
     for (int window = 0; window == 0 || window < chunks; window += kHeld * p.window) {
-      if (!kResident && (block() > all.begin || window > 0)) {
+      if (!kResident && (block_row() > all.begin || window > 0)) {
         if (kRingX<kSource, kResident>) {
           if (window < chunks) take_x();
         } else {
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       for (int tile = 0; tile < tiles; ++tile) {
         uint32_t head[2] = {};
         if (adds_head && window == 0) {
-          const int row = block() + tile * all.per_tile + lane / 4;
+          const int row = block_row() + tile * all.per_tile + lane / 4;
           const __nv_bfloat16* from = all.weight + row * all.stride - all.head + lane % 4 * 2;
           const int left = all.head - lane % 4 * 2;
           head[0] = load_pair<false>(from, row < all.end ? left : 0);
@@ -347,7 +348,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) {
         const int tile = (warp + i * kWarps) / 4;
-        if (tile < tiles) total[i] = sum_of_warps(tile, (warp + i * kWarps) % 4);
+        const int pair = (warp + i * kWarps) % 4;
+        if (tile < tiles && pair * 2 < p.m) total[i] = sum_of_warps(tile, pair);
       }
       cluster_wait();
 #pragma unroll
@@ -376,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         const float gate = __shfl_down_sync(0xffffffffu, sum, 8);
         sum = round_bf16(sum) * silu_bf16(gate);
       }
-      const int row = block() + tile * all.per_tile + in_tile;
+      const int row = block_row() + tile * all.per_tile + in_tile;
       if (in_tile >= all.per_tile || row >= all.end || token >= p.m) continue;
       const int output = all.output(row);
       if (kUnaligned && output == p.n - 1) sum += last_elements(p, token, all.head);

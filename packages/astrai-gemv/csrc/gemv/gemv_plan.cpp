@@ -12,14 +12,14 @@ constexpr int kFewRows = 256;
 
 // CTAs of a cluster that share rows, each with a part of K, so that all of its x stays in registers. That
 // takes less time where a cluster has one block of tiles, which is all that the kernel has for it: on an
-// H200, 7 to 40 % less over 512 to 4,096 rows of 8,192, 80 % over one row of 16,384. It does not depend on
-// m: a token's result is the same beside any others.
+// H200 at M = 8, 7 to 40 % less over 512 to 4,096 rows of 8,192, 80 % over one row of 16,384. Up to 4 tokens of
+// K = 8,192 would stay without, but it does not depend on m: a token's result is the same beside any others.
 int parts_of(const GemvProblem& p, RowSource source, const DeviceInfo& device) {
-  if (device.image_arch < 90 || source == RowSource::kUnaligned || p.k <= kResidentK) return 1;
+  if (device.image_arch < 90 || source == RowSource::kUnaligned || p.k <= kWindowK) return 1;
   const int64_t rows = int64_t{p.n} * (p.swiglu ? 2 : 1);
   const auto can = [&](int parts) {
     const int clusters = device.sm_count / parts;
-    return p.k <= parts * kResidentK && rows <= int64_t{kBlockTiles} * kTileRows * clusters;
+    return p.k <= parts * kWindowK && rows <= int64_t{kBlockTiles} * kTileRows * clusters;
   };
   if (rows <= kFewRows && can(8)) return 8;
   return can(2) ? 2 : 1;
@@ -67,7 +67,7 @@ GemvPlan plan_gemv(const GemvProblem& p, const DeviceInfo& device) {
   plan.parts = parts_of(p, plan.source, device);
   const int k = (p.k + plan.parts - 1) / plan.parts;
   plan.segments = plan.source != RowSource::kUnaligned && p.m <= kMaxTokens / 2 ? 2 : 1;
-  plan.resident = k <= plan.segments * kResidentK;
+  plan.resident = k <= plan.segments * kWindowK;
   // Windows of one size: K = 5,120 is 3 + 2 chunks per warp; 4 + 1 would end in a narrow sweep.
   const int chunks = (k + kWarps * kChunk - 1) / (kWarps * kChunk);
   const int windows = (chunks + kWindow - 1) / kWindow;

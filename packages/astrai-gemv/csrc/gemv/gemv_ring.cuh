@@ -16,6 +16,9 @@ constexpr int kImageArch = 80;
 
 constexpr int kStages = stages_for(kImageArch);
 
+// Where only one CTA fits, registers are free.
+constexpr int kCtasPerSm = kImageArch >= 90 && kImageArch < 120 ? 2 : 1;
+
 // 96 KB are no better at any shape, and worse at 4,096 x 4,096.
 constexpr int kPrefetchBytes = 48 * 1024;
 
@@ -91,13 +94,13 @@ constexpr bool kRingX = !kResident && kSource != RowSource::kUnaligned;
 template <int kSegments>
 constexpr int kXSlots = kMaxTokens / kSegments / 2;
 
-// x takes 64 of a thread's 128 registers. Where a kernel spills one more, x is used 0.5 us later.
+// x takes 64 of a thread's 128 registers. Where a kernel spills one more, a call takes 0.5 us longer.
 template <int kSegments, int kHeld>
-constexpr bool kFewRegisters = kSegments == 1 || kHeld == 2;
+constexpr bool kFewRegisters = kCtasPerSm == 2 && (kSegments == 1 || kHeld == 2);
 
 // Fills a warp's ring, kStages slots ahead of the MMAs and in their order: blocks, as many windows of x as
-// registers hold, tiles, chunks, halves of a chunk. A slot holds 16 rows x 128 bytes; piece i (16 bytes) of an odd row
-// sits at i ^ 4, so that the 8 lanes of a quarter-warp read 8 different bank groups.
+// registers hold, tiles, chunks, halves of a chunk. A slot holds 16 rows x 128 bytes; piece i (16 bytes) of an
+// odd row sits at i ^ 4, so that the 8 lanes of a quarter-warp read 8 different bank groups.
 template <RowSource kSource, bool kResident, int kSegments, int kHeld>
 struct Producer {
   static constexpr bool kUnaligned = kSource == RowSource::kUnaligned;
@@ -115,13 +118,15 @@ struct Producer {
   int chunks_left;  // of the tile
   int block;        // not kResident: its first row
   int window;       // not kResident: the first chunk of those that registers hold
-  int x_left;       // kRingX: slots of x before the tiles of these windows
+  // kRingX: slots of x before the tiles of these windows. None at first: a ring filled before the dependency
+  // resolves has weights only.
+  int x_left;
   // Rows lane / 8, + 4, + 8 and + 12 of the tile (swiglu: the last two are of gate), at this lane's piece of
   // the chunk; with kFewRegisters only the first and the third.
   const char* from[kPointers];
   int rows;     // of the tile, counted from row lane / 8 on
   int bytes;    // of a row, from the piece on
-  int to_last;  // rows from row lane / 8 to the matrix's last
+  int to_last;  // kUnaligned: rows from row lane / 8 to the matrix's last
 
   __device__ __forceinline__ Producer(const GemvParams& p, const Rows<kSource>& all, int lane,
                                       int warp, int chunks, uint32_t warp_ring)
@@ -136,8 +141,8 @@ struct Producer {
         row(chunks > 0 ? all.begin : all.end),
         block(row),
         window(0),
-        x_left(
-            0) {  // The first x comes by loads: a ring filled before the dependency resolves has weights only.
+        x_left(0),
+        to_last(0) {
     if (row < all.end) enter_tile();
   }
 
@@ -199,6 +204,7 @@ struct Producer {
       constexpr int kOffset = kHalf * kSlotK * 2;
       // Not a sum, which nvcc 13.0 puts into the copy as [register + uniform register]: with an L2 policy
       // its encoding of that is wrong ("illegal instruction").
+      static_assert(kSlotBytes % 512 == 0, "no bit of a place");
       const uint32_t smem = (ring + at) | place;
       const int left = bytes - kOffset;
 #pragma unroll

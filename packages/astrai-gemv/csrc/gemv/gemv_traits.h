@@ -12,14 +12,14 @@ constexpr int kWarps = 8;      // warps of a CTA, each with chunks of K of its o
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTileRows = 16;  // the M operand of the MMA
 constexpr int kChunk = 128;    // elements of K that a warp takes in turn
-constexpr int kWindow = 4;     // chunks of x that a lane keeps in registers
+constexpr int kWindow = 4;     // chunks of x whose products are summed by themselves, at most
 constexpr int kSlotK = 64;     // elements of K per ring slot: one 128-byte line of each row
 constexpr int kSlotBytes = kTileRows * kSlotK * 2;
 constexpr int kTileFloats = kTileRows * kMaxTokens;
 constexpr int kClasses = 8;  // kUnaligned: rows apart by a multiple of this start alike
 
-// K up to which the registers of a CTA hold all of x.
-constexpr int kResidentK = kWindow * kWarps * kChunk;
+// K of a window of all warps. The registers of a CTA hold one, or two where there are two segments.
+constexpr int kWindowK = kWindow * kWarps * kChunk;
 
 static_assert(kChunk == 2 * kSlotK, "a chunk is two ring slots");
 

@@ -2,8 +2,9 @@
 // x of the small-M linear kernel: from global memory to the registers where the MMA wants it.
 //
 // What every CTA reads at once comes from few places of L2, each as many times as there are requests for its
-// line, 2 to 3 cycles apart: 4,096 elements of a token reach 128 CTAs after 1,800 cycles by 64 bytes a load,
-// as the MMA has x of 8 tokens, after 680 by 256.
+// line, 2 to 3 cycles apart: 4,096 elements of a token reach 128 CTAs after 1,800 cycles by 64 bytes a load, which
+// is how the MMA has x of 8 tokens, and after 680 by 256. Loads of a whole line, 128 bytes, are what two segments
+// have anyway, and one segment after lanes exchange.
 #pragma once
 
 #include "astrai/device/async_copy.cuh"
@@ -43,7 +44,7 @@ struct Column {
       : token(lane / 4 % (8 / kSegments)), segment(lane / (32 / kSegments)) {}
 };
 
-// By whole lines, or by half ones where there is no second segment.
+// By whole lines of two segments, by half ones of one.
 template <int kSegments>
 struct XLoads {
   const char* from;
@@ -67,8 +68,7 @@ struct XLoads {
   }
 };
 
-// By whole lines where there is no second segment: 8 lanes read a line of two tokens each, for lanes 4 apart
-// to exchange.
+// By whole lines for one segment: 8 lanes read a line of two tokens each, for lanes 4 apart to exchange.
 struct XLines {
   const char* from;    // of the lane's first token
   const char* second;  // of the next one
@@ -125,11 +125,20 @@ __device__ __forceinline__ uint32_t load_pair(const __nv_bfloat16* pair, int lef
 }
 
 // kUnaligned: the pieces of token lane / 4 from any boundary, word by word.
-__device__ __forceinline__ void load_unaligned(const GemvParams& p,
-                                               const Rows<RowSource::kUnaligned>& all, int lane,
-                                               int chunk, uint4 (&x)[4]) {
+struct XWords {
+  const GemvParams& p;
+  const Rows<RowSource::kUnaligned>& all;
+  int warp, lane;
+
+  // Chunk c of the warp, if it is there.
+  __device__ __forceinline__ void load(int c, uint4 (&x)[4]) const;
+};
+
+__device__ __forceinline__ void XWords::load(int c, uint4 (&x)[4]) const {
   const int token = lane / 4;
-  const int k = chunk * kChunk + lane % 4 * 8;
+  const int chunk = (warp + c * kWarps) * kChunk;
+  if (chunk >= all.k) return;
+  const int k = chunk + lane % 4 * 8;
   const __nv_bfloat16* from = p.x + token * p.k + all.offset + all.head + k;
 #pragma unroll
   for (int piece = 0; piece < 4; ++piece, from += 32) {
@@ -163,8 +172,8 @@ __device__ __forceinline__ void read_window(uint32_t slot, int lane,
           ((c * 16 + (i * kSegments + column.segment) * 4 + lane % 4) ^ (odd * 4)) * 16);
 }
 
-// Holds a warp until x is there: something must use it, if only to sleep no time. Without it the compiler puts
-// loads where x is used, between refills of the ring: K = 14,336 takes 4 % longer.
+// Holds a warp until XWords' x is there: something must use it, if only to sleep no time. Without it the compiler
+// puts loads where x is used, between refills of the ring, which has cost aligned rows of 14,336 4 %.
 __device__ __forceinline__ void wait_for(const uint4 (&x)[kWindow][4]) {
   uint32_t any = 0;
 #pragma unroll
