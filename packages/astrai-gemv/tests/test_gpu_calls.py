@@ -129,8 +129,8 @@ def test_weights_written_by_the_preceding_kernel(name: str, k: int, in_graph: bo
 @pytest.mark.parametrize("n", [2048, 5120, 8192])
 @pytest.mark.parametrize("k", [2048, 5120, 8192])
 def test_x_written_by_the_preceding_kernel_with_static_weights(k: int, n: int, m: int) -> None:
-    """One window of x, two of 3 chunks and of 4 (held at M = 2, in turn at M = 8), clusters; one CTA
-    for each SM, and two."""
+    """One window of x, two of 3 chunks and of 4 (held at M = 2, in turn at M = 8), clusters; one
+    CTA for each SM, and two."""
     weights = [randn(*shape, scale=shape[1] ** -0.5) for shape in [(n, k), (k, n)] * 2]
     x = randn(m, k)
     graph = torch.cuda.CUDAGraph()
