@@ -73,14 +73,18 @@ def test_a_demand_raises_from_the_op_itself(op: str) -> None:
         getattr(astrai_core, op)(*operands)
 
 
-def test_a_demand_outranks_the_table(kernels: Any) -> None:
-    x, w = ones(8, 8200), ones(4104, 8200)  # outside sm_90's bands
-    with torch.no_grad():
-        astrai_core.linear(x, w)
-        assert kernels.calls == []
-        with use(linear="gemv"):
-            astrai_core.linear(x, w)
-    assert kernels.calls == [(8, 8200)]
+@pytest.mark.usefixtures("kernels")
+def test_a_demand_outranks_the_table() -> None:
+    x, w = ones(8, 8200), ones(16, 8200)  # outside sm_90's bands
+
+    def chosen() -> list[str | None]:
+        with torch.no_grad(), astrai_core.explain() as report:
+            astrai_core.swiglu(x, w, w)
+        return [row.chosen for row in report.rows if row.op == "swiglu"]
+
+    assert chosen() == ["torch"]
+    with use(swiglu="gemv"):
+        assert chosen() == ["gemv"]
 
 
 @pytest.mark.usefixtures("seen_as_gpu")
