@@ -167,6 +167,7 @@ CODE = """
         /*0000*/                   EXIT ;
 """
 CLEAN = REPORT.replace("28 bytes", "0 bytes").replace("48 bytes", "0 bytes")
+UNALIGNED = "_kernelILNS0_9RowSourceE1ELb0ELb0ELi1EEEv"
 TRAP = "Function : _ZN6astrai11gemv_kernelEv\n /*0000*/ BPT.TRAP 0x1 ;\n /*0010*/ EXIT ;\n"
 
 
@@ -188,10 +189,25 @@ def test_machine_code_is_read():
         (CLEAN, CODE, []),
         (
             CLEAN,
+            CODE.replace("[R1], ", "[R1+UR22], desc[UR23]"),
+            [],
+        ),
+        (
+            CLEAN,
             CODE.replace("HMMA", "FFMA"),
             ["gemv_kernelEv: no HMMA.16816.F32.BF16"],
         ),
         (CLEAN, TRAP, []),
+        (
+            CLEAN,
+            CODE.replace("[R1], ", "[R1+UR0+0x200], desc[UR1]"),
+            ["gemv_kernelEv: LDGSTS [R+UR0], which is encoded wrongly"],
+        ),
+        (
+            REPORT.replace("_kernelEv", UNALIGNED),
+            CODE.replace("_kernelEv", UNALIGNED),
+            [],
+        ),
         (
             CLEAN,
             "",
