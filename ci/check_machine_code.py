@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks at the machine code of a family, for GPUs that no machine here has too.
 
-``check_machine_code.py NVCC FAMILY ARCH...`` compiles each kernel for each architecture, with the
+``check_machine_code.py NVCC FAMILY`` compiles each kernel for some architectures, with the
 compiler's own report, and disassembles it (cuobjdump and nvdisasm, on PATH). The status is 1 if a
 kernel spills registers or has a copy that the compiler encodes wrongly, or if one of matrix
 products has no tensor-core instruction or no asynchronous copy.
@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+ARCHITECTURES = ("80", "89", "90a")
 
 # Kernels of matrix products, and what their code must have.
 PRODUCTS = re.compile(r"\d(?:gemv|decode|prefill)_kernel")
@@ -86,10 +88,10 @@ def errors(reported: list[Kernel], code: dict[str, set[str]]) -> list[str]:
 
 def main() -> int:
     """Compiles and judges; prints a line for each file."""
-    nvcc, family, archs = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    nvcc, family = sys.argv[1], Path(sys.argv[2])
     csrc, failed = family / "csrc", []
     sources = sorted(path for path in csrc.rglob("*.cu") if path.parent.name != "tests")
-    for arch in archs:
+    for arch in ARCHITECTURES:
         for source in sources:
             with tempfile.TemporaryDirectory() as folder:
                 cubin = Path(folder, "a.cubin")

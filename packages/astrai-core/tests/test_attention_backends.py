@@ -368,13 +368,22 @@ def test_what_flash_does_not_take(changes: dict[str, Tensor], words: str) -> Non
     assert why is not None and why.startswith(words)
 
 
-def test_a_flash_attn_that_does_not_import(site: Site) -> None:
-    (site.folder / "flash_attn.py").write_text("raise OSError('undefined symbol')", "utf-8")
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise OSError('undefined symbol')", "OSError: undefined symbol"),
+        ("raise OSError('undefined\\n  symbol')", "OSError: undefined symbol"),
+        (
+            "class Mute(OSError):\n def __str__(self): raise KeyError\nraise Mute",
+            "Mute: its text raises KeyError",
+        ),
+    ],
+)
+def test_a_flash_attn_that_does_not_import(site: Site, code: str, words: str) -> None:
+    (site.folder / "flash_attn.py").write_text(code, "utf-8")
     sys.modules.pop("flash_attn", None)
-    assert FlashAttnBackend().unavailable() == (
-        "importing flash_attn failed: OSError: undefined symbol"
-    )
-    with attn_backend("flash"), pytest.raises(RuntimeError, match=r"undefined symbol$"):
+    assert FlashAttnBackend().unavailable() == f"importing flash_attn failed: {words}"
+    with attn_backend("flash"), pytest.raises(RuntimeError, match=f"{words}$"):
         attention(Q, K, K)
 
 

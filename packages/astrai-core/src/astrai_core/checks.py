@@ -21,6 +21,7 @@ from .decode._torch import rms_norm
 from .discovery import find
 from .ops import linear, swiglu
 from .policy import OPS, TORCH, VARIABLES, OpSpec, kernel_for, use
+from .reasons import one_line
 from .recording import explain
 
 __all__ = ["Check", "checks_on"]
@@ -151,8 +152,7 @@ def _check(case: _Case, place: torch.device, demanded: str | None) -> Check:
         passed_over = dict(row.passed_over)
         relative = float((y.double() - exact).norm() / exact.norm())
     except Exception as error:  # noqa: BLE001 (the report is about whatever went wrong)
-        text = f"{type(error).__name__}: {error}"
-        return Check(case.op, where, how, None, passed_over, text, None)
+        return Check(case.op, where, how, None, passed_over, one_line(error), None)
     # bf16 operands are exact here; the outputs' roundings are 2^-9 each.
     wrong = None if relative < 1e-2 else f"relative error {relative:.3g}, expected below 0.01"
     return Check(case.op, where, how, row.chosen, passed_over, wrong, relative)

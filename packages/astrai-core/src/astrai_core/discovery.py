@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from . import arch, device
-from .reasons import Reason, ReasonKind
+from .reasons import Reason, ReasonKind, one_line
 
 GROUP = "astrai.families"
 CONTRACT = 1
@@ -95,7 +95,7 @@ class Family:
             except BaseException as error:  # noqa: BLE001 (whatever a broken wheel raises)
                 self.reason = Reason(
                     ReasonKind.IMPORT_ERROR,
-                    f"importing {self.package} failed: {_one_line(error)}; {_reinstall(self)}",
+                    f"importing {self.package} failed: {one_line(error)}; {_reinstall(self)}",
                 )
                 return None
         return found  # type: ignore[no-any-return]
@@ -225,7 +225,7 @@ def _absent(name: str) -> Family:
         distribution.entry_points.select(group=GROUP)
         problem = "is missing" if missing else f"does not name {name} in [{GROUP}]"
     except Exception as error:  # noqa: BLE001 (whatever a broken distribution raises)
-        problem = f"cannot be read ({_one_line(error)})"
+        problem = f"cannot be read ({one_line(error)})"
     text = f"entry_points.txt of {result.distribution} {result.version} {problem}"
     result.reason = Reason(ReasonKind.BAD_MANIFEST, f"{text}; {_reinstall(result)}")
     return result
@@ -291,7 +291,7 @@ def _read(name: str, entries: list[_Entry]) -> Family:
     except BaseException as error:  # noqa: BLE001 (whatever a broken manifest raises)
         result.reason = Reason(
             ReasonKind.IMPORT_ERROR,
-            f"importing {point.value} failed: {_one_line(error)}; {_reinstall(result)}",
+            f"importing {point.value} failed: {one_line(error)}; {_reinstall(result)}",
         )
     return result
 
@@ -363,13 +363,3 @@ def _ops(ops: dict[Any, Any]) -> dict[str, tuple[str, ...]]:
 
 def _reinstall(family: Family) -> str:
     return f"{_REINSTALL} {family.distribution}"
-
-
-def _one_line(error: BaseException) -> str:
-    try:
-        text = " ".join(str(error).split())
-    except KeyboardInterrupt:
-        raise
-    except BaseException as another:  # noqa: BLE001 (whatever the error's own text raises)
-        text = f"its text raises {type(another).__name__}"
-    return f"{type(error).__name__}: {text}"

@@ -30,3 +30,14 @@ class Reason:
 
     def __str__(self) -> str:
         return self.text
+
+
+def one_line(error: BaseException) -> str:
+    """An error's class and text in one line, whatever its text does."""
+    try:
+        text = " ".join(str(error).split())
+    except KeyboardInterrupt:
+        raise
+    except BaseException as another:  # noqa: BLE001 (whatever the error's own text raises)
+        text = f"its text raises {type(another).__name__}"
+    return f"{type(error).__name__}: {text}"

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from astrai_core import arch, device, discovery
 from astrai_core.policy import OpSpec, kernel_for, observer
+from astrai_core.reasons import one_line
 
 from . import _sdpa
 from .step import FAMILY, Step
@@ -338,7 +339,7 @@ def flash_attn() -> tuple[Callable[..., Any] | None, str | None]:
             return None, "flash-attn is not installed; pip install flash-attn"
         return None, f"importing flash_attn failed: {error}"
     except Exception as error:  # noqa: BLE001 (whatever a build for another torch raises)
-        return None, f"importing flash_attn failed: {type(error).__name__}: {error}"
+        return None, f"importing flash_attn failed: {one_line(error)}"
 
 
 def _flash_on(gpu: int) -> str | None:

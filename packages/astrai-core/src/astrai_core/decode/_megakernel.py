@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from astrai_core.policy import VARIABLES, OpSpec, kernel_for
+from astrai_core.reasons import one_line
 
 from ._arguments import Problem
 
@@ -34,7 +35,7 @@ def obstacle(problem: Problem, cfg: Mapping[str, Any]) -> tuple[Any, str | None]
     try:
         why = package.unsupported(dict(cfg), problem.cache.batch, problem.max_seq_len, kind)
     except Exception as error:  # noqa: BLE001 (whatever goes wrong there, the others can decode)
-        why = f"unsupported() of the package failed: {type(error).__name__}: {error}"
+        why = f"unsupported() of the package failed: {one_line(error)}"
     return (package, None) if why is None else (None, str(why))
 
 
