@@ -206,6 +206,11 @@ def test_machine_code_is_read():
         (
             REPORT.replace("_kernelEv", UNALIGNED),
             CODE.replace("_kernelEv", UNALIGNED),
+            [f"gemv{UNALIGNED}: 76 bytes of registers spilled"],
+        ),
+        (
+            REPORT.replace("_kernelEv", UNALIGNED).replace("sm_80", "sm_90a"),
+            CODE.replace("_kernelEv", UNALIGNED),
             [],
         ),
         (
