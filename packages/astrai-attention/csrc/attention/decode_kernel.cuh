@@ -53,6 +53,7 @@
 
 #include "astrai/device/async_copy.cuh"
 #include "astrai/device/cluster.cuh"
+#include "astrai/device/image_arch.cuh"
 #include "astrai/device/pdl.cuh"
 #include "attention/decode_loads.cuh"
 #include "attention/decode_params.h"
@@ -67,13 +68,13 @@ constexpr int kMergeThreads = decode_merge_threads(kHeadDim);
 template <int kHeadDim, int kWarps>
 struct Merge {
   static constexpr int kPitch = kHeadDim + 4;  // lanes t apart then lie in different banks
-  static constexpr int kRingBytes = decode_ring_bytes(kDecodeArch, kHeadDim, kWarps);
+  static constexpr int kRingBytes = decode_ring_bytes(kImageArch, kHeadDim, kWarps);
   static constexpr int kBarrierAt = kRingBytes + decode_inbox_bytes(kHeadDim) - 16;
   static constexpr int kStatsAt = kBarrierAt - kDecodeMaxParts * kDecodeHeads * 8;
   static constexpr int kQueriesAt = kBarrierAt + 16;
   static_assert(kQueriesAt % 16 == 0);
   static_assert(kQueriesAt + decode_queries_bytes(kHeadDim) ==
-                decode_smem_bytes(kDecodeArch, kHeadDim, kWarps));
+                decode_smem_bytes(kImageArch, kHeadDim, kWarps));
 
   float* sums;       // [warps][kDecodeHeads][kPitch]
   float2* stats;     // [warps][kDecodeHeads]: maximum, sum
@@ -312,7 +313,7 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
   // Splits with tokens; merge_kernel does not know the length.
   const bool inside = p.arrivals != nullptr;
   const int used = inside ? min(p.splits, max(1, (tiles + kWarps - 1) / kWarps)) : p.splits;
-  loader.set_length(length);
+  loader.length = length;
   // Over pages a warp waits for their ids anyway, and the queries come with them; else these stores, which wait
   // for the queries, would hold up the ring's copies.
   const bool puts_first = Loader::kPaged && !early;
@@ -427,11 +428,11 @@ __device__ __forceinline__ void decode_cta(const DecodeParams<Kv>& p) {
 
 // Where no plan for the architecture asks for so many warps, its image has a kernel that only fails.
 template <int kHeadDim, int kWarps>
-constexpr bool kPlanned = is_decode_warps(kDecodeArch, kHeadDim, kWarps);
+constexpr bool kPlanned = is_decode_warps(kImageArch, kHeadDim, kWarps);
 
 template <class Warp, int kWarps, class Kv>
 __global__ void __launch_bounds__(32 * kWarps,
-                                  decode_ctas_per_sm(kDecodeArch, Warp::kHeadDim, kWarps))
+                                  decode_ctas_per_sm(kImageArch, Warp::kHeadDim, kWarps))
     decode_kernel(const __grid_constant__ DecodeParams<Kv> p) {
   if constexpr (kPlanned<Warp::kHeadDim, kWarps>)
     decode_cta<Warp, kWarps>(p);

@@ -5,22 +5,17 @@
 #include <type_traits>
 
 #include "astrai/device/async_copy.cuh"
+#include "astrai/device/image_arch.cuh"
 #include "attention/decode_params.h"
 #include "attention/tile_ops.cuh"
 
 namespace astrai::attention {
 
-#if defined(__CUDA_ARCH__)
-constexpr int kDecodeArch = __CUDA_ARCH__ / 10;
-#else
-constexpr int kDecodeArch = 80;
-#endif
-
 // Fills a warp's ring with the tiles `first`, `first` + `step`, ...
 template <int kHeadDim, class Kv>
 struct TileLoader {
   static constexpr bool kPaged = std::is_same_v<Kv, PagedKv>;
-  static constexpr int kStages = decode_stages(kDecodeArch, kHeadDim);
+  static constexpr int kStages = decode_stages(kImageArch, kHeadDim);
   static constexpr int kStageBytes = decode_stage_bytes(kHeadDim);
   static constexpr int kRowBytes = 2 * kHeadDim;
   static constexpr int kPieces = kRowBytes / 16;
@@ -105,7 +100,6 @@ struct TileLoader {
     page = page_of(tile);
     later_page = page_of(tile + stride_of_pages());
   }
-  __device__ __forceinline__ void set_length(int tokens) { length = tokens; }
 
   // Whether the next tile has a token that comes from `fresh`.
   __device__ __forceinline__ bool has_fresh() const {

@@ -6,20 +6,15 @@
 #include <type_traits>
 
 #include "astrai/device/async_copy.cuh"
+#include "astrai/device/image_arch.cuh"
 #include "attention/prefill_params.h"
 #include "attention/tile_ops.cuh"
 
 namespace astrai::attention {
 
-#if defined(__CUDA_ARCH__)
-constexpr int kPrefillArch = __CUDA_ARCH__ / 10;
-#else
-constexpr int kPrefillArch = 80;
-#endif
-
 template <int kHeadDim, bool kMasked>
 struct PrefillShape {
-  static constexpr PrefillTile kTile = prefill_tile(kPrefillArch, kHeadDim, kMasked);
+  static constexpr PrefillTile kTile = prefill_tile(kImageArch, kHeadDim, kMasked);
   static constexpr int kWarpRows = kTile.warp_rows;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;

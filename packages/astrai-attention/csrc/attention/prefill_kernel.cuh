@@ -31,6 +31,7 @@
 // 2 CTAs on an SM share it: one's softmax covers the other's MMAs.
 #pragma once
 
+#include "astrai/device/image_arch.cuh"
 #include "astrai/device/mma.cuh"
 #include "astrai/device/pdl.cuh"
 #include "attention/prefill_cta.cuh"
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillCtasPerSm)
   pdl_launch_dependents();
   const int lane = threadIdx.x % 32;
   // A value known to be uniform leaves the vector registers, which ptxas else overfills there.
-  constexpr bool kUniform = kPaged && kPrefillArch >= 100;
+  constexpr bool kUniform = kPaged && kImageArch >= 100;
   const int warp = kUniform ? __shfl_sync(0xffffffffu, threadIdx.x / 32, 0) : threadIdx.x / 32;
   const uint32_t q_tile = smem_address(prefill_smem) + warp * Shape::kWarpRows * kRowBytes;
   const uint32_t kv_tiles = smem_address(prefill_smem) + Shape::kQBytes;

@@ -70,6 +70,7 @@
 
 #include "astrai/device/async_copy.cuh"
 #include "astrai/device/cluster.cuh"
+#include "astrai/device/image_arch.cuh"
 #include "astrai/device/mma.cuh"
 #include "astrai/device/pdl.cuh"
 #include "gemv/gemv_params.h"

@@ -22,12 +22,12 @@ struct GemvProblem {
 
 struct GemvPlan {
   RowSource source;
-  int parts;     // CTAs of a cluster, each with a part of K of the same rows
-  int segments;  // of K that share the MMA's columns with the tokens: 2 for up to 4 of aligned rows
-  bool resident;  // all of a CTA's x stays in registers
-  int window;  // chunks that a warp sums before it adds them to the block's sums; any m has the same
-  int held;    // windows that registers hold
-  int grid;    // CTAs
+  int parts;          // CTAs of a cluster, each with a part of K of the same rows
+  int segments;       // of K beside the tokens in the MMA: 2 for up to 4 of aligned rows
+  bool resident;      // all of a CTA's x stays in registers
+  int window;         // chunks of K that a warp sums by themselves; any m has the same
+  int held;           // windows that registers hold
+  int grid;           // CTAs
   int smem_bytes;     // per CTA
   bool programmatic;  // launch with programmatic dependent launch
 };

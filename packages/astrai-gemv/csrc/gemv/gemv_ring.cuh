@@ -3,16 +3,11 @@
 #pragma once
 
 #include "astrai/device/async_copy.cuh"
+#include "astrai/device/image_arch.cuh"
 #include "gemv/gemv_params.h"
 #include "gemv/gemv_traits.h"
 
 namespace astrai::gemv {
-
-#if defined(__CUDA_ARCH__)
-constexpr int kImageArch = __CUDA_ARCH__ / 10;
-#else
-constexpr int kImageArch = 80;
-#endif
 
 constexpr int kStages = stages_for(kImageArch);
 

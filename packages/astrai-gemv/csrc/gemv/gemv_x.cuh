@@ -131,31 +131,29 @@ struct XWords {
   int warp, lane;
 
   // Chunk c of the warp, if it is there.
-  __device__ __forceinline__ void load(int c, uint4 (&x)[4]) const;
-};
-
-__device__ __forceinline__ void XWords::load(int c, uint4 (&x)[4]) const {
-  const int token = lane / 4;
-  const int chunk = (warp + c * kWarps) * kChunk;
-  if (chunk >= all.k) return;
-  const int k = chunk + lane % 4 * 8;
-  const __nv_bfloat16* from = p.x + token * p.k + all.offset + all.head + k;
+  __device__ __forceinline__ void load(int c, uint4 (&x)[4]) const {
+    const int token = lane / 4;
+    const int chunk = (warp + c * kWarps) * kChunk;
+    if (chunk >= all.k) return;
+    const int k = chunk + lane % 4 * 8;
+    const __nv_bfloat16* from = p.x + token * p.k + all.offset + all.head + k;
 #pragma unroll
-  for (int piece = 0; piece < 4; ++piece, from += 32) {
-    const int left = token < p.m ? all.k - k - piece * 32 : 0;
-    const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(from) / 2 % 2);
-    uint32_t before = odd && left > 0 ? __ldca(reinterpret_cast<const unsigned short*>(from)) : 0;
-    uint32_t* w = reinterpret_cast<uint32_t*>(&x[piece]);
-    before <<= 16;
+    for (int piece = 0; piece < 4; ++piece, from += 32) {
+      const int left = token < p.m ? all.k - k - piece * 32 : 0;
+      const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(from) / 2 % 2);
+      uint32_t before = odd && left > 0 ? __ldca(reinterpret_cast<const unsigned short*>(from)) : 0;
+      uint32_t* w = reinterpret_cast<uint32_t*>(&x[piece]);
+      before <<= 16;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int most = min(left, 8) - odd - 2 * i;
-      const uint32_t word = load_pair<true>(from + odd + 2 * i, most);
-      w[i] = odd ? __funnelshift_l(before, word, 16) : word;
-      before = word;
+      for (int i = 0; i < 4; ++i) {
+        const int most = min(left, 8) - odd - 2 * i;
+        const uint32_t word = load_pair<true>(from + odd + 2 * i, most);
+        w[i] = odd ? __funnelshift_l(before, word, 16) : word;
+        before = word;
+      }
     }
   }
-}
+};
 
 // A window of two tokens from the ring slot where Producer::copy_x has put it.
 template <int kSegments>

@@ -135,15 +135,16 @@ void check_norm(Table& table, int m, int hidden) {
 int main() {
   Table table;
   for (const bool static_weights : {false, true})
-    for (
-        const Shape& s :
-        {Shape{1, 1, 1, false}, Shape{3, 17, 40, false}, Shape{8, 300, 576, false},
-         Shape{1, 400, 4096, false}, Shape{5, 133, 4095, false},
-         // x in several windows, of two segments and of one; then clusters of 8 and of 2 that share K.
-         Shape{2, 257, 8200, false}, Shape{4, 4300, 8192, false}, Shape{8, 4300, 5000, false},
-         Shape{3, 2200, 6000, true}, Shape{8, 2200, 6000, true}, Shape{8, 40, 4104, false},
-         Shape{3, 300, 8192, false}, Shape{1, 1, 16384, false}, Shape{4, 100, 328, false, false, 3},
-         Shape{8, 40, 264, true}, Shape{2, 129, 8200, true}, Shape{5, 150, 4608, true}}) {
+    for (const Shape& s :
+         {Shape{1, 1, 1, false}, Shape{3, 17, 40, false}, Shape{8, 300, 576, false},
+          Shape{1, 400, 4096, false}, Shape{5, 133, 4095, false},
+          // x in several windows, of two segments and of one.
+          Shape{2, 257, 8200, false}, Shape{4, 4300, 8192, false}, Shape{8, 4300, 5000, false},
+          Shape{3, 2200, 6000, true}, Shape{8, 2200, 6000, true},
+          // Clusters of 8 and of 2 that share K.
+          Shape{8, 40, 4104, false}, Shape{3, 300, 8192, false}, Shape{1, 1, 16384, false},
+          Shape{4, 100, 328, false, false, 3}, Shape{8, 40, 264, true}, Shape{2, 129, 8200, true},
+          Shape{5, 150, 4608, true}}) {
       Shape shape = s;
       shape.static_weights = static_weights;
       Case(shape).check(table);
